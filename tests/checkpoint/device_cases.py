@@ -427,6 +427,104 @@ def a_note_has_what_a_device_writes_to_host_memory() -> None:
     assert set(torch.frombuffer(bytearray(data), dtype=torch.float32).tolist()) == {7.0}, "of another step"
 
 
+class TwoNets:
+    """Two networks whose optimizers step on streams of their own, or weights that are swapped on one; copies are slow."""
+
+    def __init__(self, root: Path) -> None:
+        torch.manual_seed(0)
+        self.nets = [torch.nn.Linear(256, 256).to(place()) for _ in range(2)]
+        self.optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in self.nets]
+        self.streams = [torch.Stream(device=place()) for _ in range(2)]
+        parts = {f"net{i}": net for i, net in enumerate(self.nets)} | {
+            f"by{i}": o for i, o in enumerate(self.optimizers)
+        }
+        self.checkpointer = holdfast.Checkpointer(root / "job", **parts, config=holdfast.Config(linger_s=5.0))
+
+    def step(self, number: int, *, save: bool = True) -> None:
+        x = torch.ones(8, 256, device=place())
+        (self.nets[1](self.nets[0](x)) * (number + 1)).square().mean().backward()
+        main = torch.accelerator.current_stream()
+        for stream, optimizer in zip(self.streams, self.optimizers, strict=True):
+            stream.wait_stream(main)
+            with stream:
+                optimizer.step()
+        for stream in self.streams:
+            main.wait_stream(stream)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        if save:
+            self.checkpointer.step(number)
+
+    def weights(self) -> list[torch.Tensor]:
+        torch.accelerator.synchronize()
+        return [parameter.detach().cpu() for net in self.nets for parameter in net.parameters()]
+
+
+def a_version_is_that_of_its_step(beside: Callable[[TwoNets], None]) -> None:
+    """Trains seven steps and does something behind the last save; what comes back is that step's."""
+    with directory() as root:
+        job = TwoNets(root)
+        job.checkpointer.restore()
+        for number in range(6):
+            job.step(number)
+        job.step(6, save=False)
+        expected = job.weights()
+        simulated.set_copy_rate(2 * MIB)
+        job.checkpointer.step(6)
+        beside(job)
+        simulated.set_copy_rate(0)
+        torch.accelerator.synchronize()
+        job.checkpointer._run.saver.fence.idle(20.0)  # type: ignore[union-attr]
+        job.checkpointer.abandon()
+        again = TwoNets(root)
+        assert again.checkpointer.restore() == 7
+        assert all(map(torch.equal, again.weights(), expected)), "torn"
+        again.checkpointer.close()
+
+
+@case
+def an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy() -> None:
+    a_version_is_that_of_its_step(lambda job: job.step(7, save=False))
+
+
+@case
+def what_is_settled_may_be_written_on_any_stream() -> None:
+    def swap(job: TwoNets) -> None:
+        stream = torch.Stream(device=place())
+        stream.wait_stream(torch.accelerator.current_stream())
+        job.checkpointer.settle()
+        with stream, torch.no_grad():
+            for net in job.nets:
+                for parameter in net.parameters():
+                    parameter.zero_()
+        stream.synchronize()
+
+    a_version_is_that_of_its_step(swap)
+
+
+@bug
+def only_the_first_step_comes_behind_a_copy() -> None:
+    hold = Fence._hold
+
+    def once(self: Fence, job: LateCopyJob) -> bool:
+        held = hold(self, job)
+        self._behind = None
+        return held
+
+    Fence._hold = once  # type: ignore[method-assign]
+
+
+@bug
+def a_settled_copy_is_awaited_by_streams_alone() -> None:
+    wait = Fence._wait
+
+    def by_streams(self: Fence, job: LateCopyJob, *words: float, whole: bool = False, **options: bool) -> None:
+        if not whole:
+            wait(self, job, *words, **options)
+
+    Fence._wait = by_streams  # type: ignore[method-assign, assignment]
+
+
 class HostMomentum(torch.optim.SGD):
     """Keeps its momentum in host memory."""
 

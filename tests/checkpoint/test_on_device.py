@@ -41,6 +41,8 @@ ALONE = {
     "a_state_comes_back_bit_for_bit_with_late_copies": False,
     "host_memory_that_a_device_still_writes_is_saved_as_it_will_be": False,
     "a_note_has_what_a_device_writes_to_host_memory": False,
+    "an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy": False,
+    "what_is_settled_may_be_written_on_any_stream": False,
     "a_device_far_behind_its_host_gives_no_version_up": True,
     "a_host_ahead_of_its_device_is_not_held_up": False,
     "a_host_five_seconds_ahead_of_its_device_is_not_held_up": True,
@@ -83,6 +85,8 @@ BUGS = {
     "nobody_looks_for_graphs": ("a_step_in_a_graph_is_captured_and_never_copied_late", "AssertionError"),
     "a_restore_comes_from_ordinary_memory": ("a_restore_queues_its_chunks_and_is_proven", "AssertionError"),
     "a_restore_does_not_wait_for_the_stream": ("a_restore_waits_for_what_is_queued_for_its_tensors", "came after"),
+    "only_the_first_step_comes_behind_a_copy": ("an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy", "torn"),
+    "a_settled_copy_is_awaited_by_streams_alone": ("what_is_settled_may_be_written_on_any_stream", "torn"),
     "nobody_waits_for_pinned_memory": (
         "host_memory_that_a_device_still_writes_is_saved_as_it_will_be", "of another step"
     ),

@@ -175,6 +175,7 @@ class Fence:
         self._last_bytes = 0
         self.pace: Pace | None = None
         self._open: LateCopyJob | None = None  # no step has passed it yet
+        self._behind: LateCopyJob | None = None  # a step has passed it, a device may not have: later steps come behind
 
     @property
     def num_steps(self) -> int:
@@ -272,10 +273,14 @@ class Fence:
         """Waits for the copy and ends its watch; for the thread that saves.
 
         Args:
-            expected: what is compared at a fence is about to change, and somebody said so: nothing is compared.
+            expected: what is compared at a fence is about to change, and somebody said so: nothing is compared, and the host
+                itself waits for copies of devices, of which it else knows only that the current streams wait.
             behind_s: a device that is further behind than this, too, is not waited for.
         """
         self._pass(Who.SETTLE if expected else Who.SAVE, compare=not expected, behind_s=behind_s)
+        job = self._queue
+        if expected and job is not None and job.device is not None:  # whoever writes next may do so on any stream
+            self._wait(job, behind_s, whole=True)
 
     def void(self) -> None:
         """No copy counts any more that a device has not passed by now: the job broke off, or an error may have spoiled it.
@@ -325,6 +330,21 @@ class Fence:
     def _before_step(self) -> None:
         if self._open is not None:
             self._pass(Who.STEP, compare=True)
+        elif (job := self._behind) is not None:  # another optimizer, whose stream was not the current one before
+            self._hold(job)
+
+    def _hold(self, job: LateCopyJob) -> bool:
+        """Lets the current streams wait for the copies of a device, as long as those are under way; False: it failed."""
+        self._behind = None
+        if job.device is None or job.done.is_set() or job.stop_reason:
+            return True
+        try:
+            job.device.hold_current_streams()
+        except RuntimeError as error:  # the script is told by its own next call
+            job.stop(f"a device failed before it had copied: {error}")
+            return False
+        self._behind = job
+        return True
 
     def _recorded(self) -> None:
         """A graph records the step; when it is replayed no fence is passed. Nothing is waited for, or the capture fails."""
@@ -350,17 +370,15 @@ class Fence:
         if accelerator.caught_up(job.device.sources if job.device is not None else (), behind_s):
             at_fence(who is Who.STEP)
 
-    def _wait(self, job: LateCopyJob, behind_s: float = BEHIND_S, *, ends: bool = True) -> None:
-        """Waits for the job; `ends`: it is given up where the device has not begun it in time."""
+    def _wait(self, job: LateCopyJob, behind_s: float = BEHIND_S, *, ends: bool = True, whole: bool = False) -> None:
+        """Waits for the job; `ends`: it is given up where the device has not begun it in time; `whole`: the host waits also
+        for what the streams alone could wait for.
+        """
         if job.done.is_set() or job.stop_reason:
             return
-        if job.device is not None:
-            try:
-                job.device.hold_current_streams()
-            except RuntimeError as error:  # the script is told by its own next call
-                job.stop(f"a device failed before it had copied: {error}")
-                return
-        if not job.batches and job.at_fence is None and job.opening is None:
+        if not self._hold(job):
+            return
+        if not whole and not job.batches and job.at_fence is None and job.opening is None:
             return
         self._hurry()
         started = time.monotonic()
