@@ -427,6 +427,33 @@ def test_every_file_opens_with_its_map() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+CONSTRUCTORS = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "empty_strided",
+    "rand",
+    "randn",
+    "eye",
+    "linspace",
+}
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
+    """A script may set another default device; what is ours would go there, too."""
+    calls = [(path, node) for path in files() for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+    made = [(path, call) for path, call in calls if ast.unparse(call.func).removeprefix("torch.") in CONSTRUCTORS]
+    made = [(path, call) for path, call in made if ast.unparse(call.func).startswith("torch.")]
+    assert len(made) > 20, "nothing was looked at"
+    assert not [
+        f"{label(path)}:{call.lineno}" for path, call in made
+        if room(path) != "testing" and not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]  # fmt: skip
+
+
 def test_functions_stay_small() -> None:
     found = [(num_lines(f), f"{label(path)}: {name}", f) for path in files() for name, f in functions(path)]
     lengths = sorted(length for length, _, _ in found)

@@ -380,6 +380,26 @@ def a_state_comes_back_bit_for_bit_with_late_copies() -> None:
 
 
 @case
+def a_script_whose_default_device_is_the_accelerator_comes_back() -> None:
+    torch.set_default_device(place())
+    with directory() as root:
+        for begins in (0, 3):
+            generator = torch.Generator(device=place()).manual_seed(1)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+            optimizer = torch.optim.AdamW(model.parameters())
+            more = {"drawn": generator, "kept": {"x": torch.zeros(3, device="cpu")}}
+            checkpointer = holdfast.Checkpointer(
+                root / "job", model=model, optimizer=optimizer, **more, config=holdfast.Config(linger_s=5.0)
+            )
+            assert checkpointer.restore() == begins
+            for number in range(begins, begins + 3):
+                model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+                optimizer.step()
+                checkpointer.step(number)
+            checkpointer.close()
+
+
+@case
 def host_memory_that_a_device_still_writes_is_saved_as_it_will_be() -> None:
     """Weights of the last step on the host: copied in the script's own stream, and nobody waits for the copy."""
     simulated.set_copy_rate(20 * MIB)

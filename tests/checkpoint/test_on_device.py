@@ -39,6 +39,7 @@ TOGETHER = (
 ALONE = {
     "memory_that_is_not_registered_gets_the_right_bytes": False,
     "a_state_comes_back_bit_for_bit_with_late_copies": False,
+    "a_script_whose_default_device_is_the_accelerator_comes_back": False,
     "host_memory_that_a_device_still_writes_is_saved_as_it_will_be": False,
     "a_note_has_what_a_device_writes_to_host_memory": False,
     "an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy": False,

@@ -114,7 +114,7 @@ def _torch_tree(merged: Merged) -> dict[str, Any]:
         kind, shape, _, _ = merged.entries[name]
         view = merged.bytes_of(name)
         if not len(view):
-            return torch.empty(shape, dtype=torch_dtype(kind))
+            return torch.empty(shape, dtype=torch_dtype(kind), device="cpu")
         # A storage of its own, so that nothing of the others is written with it.
         return torch.frombuffer(view, dtype=torch.uint8).view(torch_dtype(kind)).reshape(shape)
 

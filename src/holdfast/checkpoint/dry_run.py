@@ -220,7 +220,7 @@ def _keep_meshes_real() -> None:
     def init(self: DeviceMesh, *arguments: Any, _rank_map: Any = None, **more: Any) -> None:
         with unset_fake_temporarily():
             if isinstance(_rank_map, FakeTensor):  # init_device_mesh: 0, 1, 2, ...
-                _rank_map = torch.arange(_rank_map.numel(), dtype=torch.int)
+                _rank_map = torch.arange(_rank_map.numel(), dtype=torch.int, device="cpu")
             make(self, *arguments, _rank_map=_rank_map, **more)
 
     DeviceMesh.__init__ = init  # type: ignore[method-assign]
@@ -265,8 +265,8 @@ def run_script(path: str, arguments: Sequence[str]) -> Callable[[Told], None]:
 
 def _warm() -> None:
     """Loads what torch loads at first use, once instead of on every rank."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
+    parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    parameter.grad = torch.zeros(1, device="cpu")
     torch.optim.AdamW([parameter]).step()
 
 

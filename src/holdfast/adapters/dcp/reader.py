@@ -192,7 +192,7 @@ class _Target:
                 where=fqn,
             )
         same = dtype_name(self._tensor.dtype, where=fqn) == entry.dtype
-        self._buffer = self._tensor if same else torch.empty(box.lengths, dtype=torch_dtype(entry.dtype))
+        self._buffer = self._tensor if same else torch.empty(box.lengths, dtype=torch_dtype(entry.dtype), device="cpu")
         shard = Shard(fqn, entry.dtype, entry.global_shape, box, (0,))
         self.wanted: Wanted = (LiveTensor(shard, self._buffer, late=False), places)
 
@@ -220,7 +220,7 @@ class _Values:
                     continue
                 places = self._catalogue.places(inner)
                 entry = places[0].entry
-                tensor = torch.empty(entry.global_shape, dtype=torch_dtype(entry.dtype))
+                tensor = torch.empty(entry.global_shape, dtype=torch_dtype(entry.dtype), device="cpu")
                 self._tensors[inner] = tensor
                 box = Extent((0,) * len(entry.global_shape), entry.global_shape)
                 shard = Shard(inner, entry.dtype, entry.global_shape, box, (0,))

@@ -87,7 +87,7 @@ class SingleProcessSource:
             CorruptError: bytes are missing or damaged.
         """
         assert self._version is not None
-        last: tuple[Place | None, torch.Tensor] = (None, torch.empty(0))
+        last: tuple[Place | None, torch.Tensor] = (None, torch.empty(0, device="cpu"))
         for live, places in wanted:
             parts = reshard.cover(live.shard.extent, [place.extent for place in places])
             if parts is None:
@@ -101,7 +101,7 @@ class SingleProcessSource:
     def _entry(self, place: Place) -> torch.Tensor:
         assert self._version is not None
         raw = bytearray(self._storage.read_entry(self._version, self._files[place.bundle_id], place.entry))
-        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
         return flat.view(torch_dtype(place.entry.dtype)).view(place.entry.shape)
 
     def loaded(self) -> Version | None:

@@ -232,7 +232,7 @@ def _handed_on(ranks: collectives.Ranks, tree: dict[str, Any]) -> dict[str, Any]
                 ranks.send(each.reshape(-1).view(torch.uint8), other)
         return tree
     for kind, shape in kinds:
-        tensor = torch.empty(shape, dtype=torch_dtype(kind))
+        tensor = torch.empty(shape, dtype=torch_dtype(kind), device="cpu")
         if tensor.numel():
             tensor.reshape(-1).view(torch.uint8).copy_(ranks.receive(tensor.nbytes, 0))
         tensors.append(tensor)

@@ -124,7 +124,7 @@ class BounceBuffers:
         """Return whether there are buffers that the device reaches; made once."""
         try:
             while self._can_pin and len(self._buffers) < NUM_BUFFERS:
-                memory = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
+                memory = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
                 self._can_pin = memory.is_pinned()
                 self._buffers.append(_Buffer(memory, []))
         except RuntimeError as error:

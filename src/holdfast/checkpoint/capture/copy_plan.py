@@ -185,7 +185,11 @@ class SlotView:
             raise UsageError(f"the slot has {slot.num_bytes} bytes, the images need {plan.num_bytes}")
         self.slot = slot
         self.plan = plan
-        base = torch.frombuffer(slot.view, dtype=torch.uint8) if slot.num_bytes else torch.empty(0, dtype=torch.uint8)
+        base = (
+            torch.frombuffer(slot.view, dtype=torch.uint8)
+            if slot.num_bytes
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         self.targets = [part.view_in(base) for part in plan.parts]
         self.sources: list[torch.Tensor] = []
         self._names = [part.name for part in plan.parts]

@@ -121,7 +121,9 @@ class _Parts:
             for start, piece in _stretches(source, self._most)
         ]
         self._next = 0
-        self._kept = torch.empty(self._most + 64 * MAX_STRETCH_TENSORS, dtype=torch.uint8)  # faulted in once
+        self._kept = torch.empty(
+            self._most + 64 * MAX_STRETCH_TENSORS, dtype=torch.uint8, device="cpu"
+        )  # faulted in once
         # Weak: a slot is unmapped as soon as its view is gone, and these tensors lie in it.
         self._copies: weakref.WeakKeyDictionary[SlotView, Spots] = weakref.WeakKeyDictionary()
 
@@ -152,7 +154,11 @@ class _Parts:
                 break
             self._next += 1
             memory = self._kept[at : at + piece.nbytes] if at + piece.nbytes <= len(self._kept) else None
-            kept = torch.empty(piece.shape, dtype=piece.dtype) if memory is None else memory.view(piece.dtype)
+            kept = (
+                torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
+                if memory is None
+                else memory.view(piece.dtype)
+            )
             taken.append(_Stretch(part, start, kept.view(piece.shape).copy_(piece).view(-1)))
             at += -(-piece.nbytes // 64) * 64
         return taken

@@ -98,11 +98,11 @@ class Staging:
 
     def _new(self) -> torch.Tensor:
         try:
-            return torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as error:
             logger.info("devices are filled from ordinary memory: %s", error)
             self._is_pinned = False
-            return torch.empty(self._num_bytes, dtype=torch.uint8)
+            return torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _await(events: tuple[torch.Event, ...]) -> None:

@@ -347,8 +347,8 @@ class Loading:
             return None
         dtype, order = torch_dtype(saved.dtype), self.order(name)
         if order is None:
-            return torch.empty(saved.global_shape, dtype=dtype, device=device)
-        return torch.empty_permuted(saved.global_shape, order, dtype=dtype, device=device)
+            return torch.empty(saved.global_shape, dtype=dtype, device=device or "cpu")
+        return torch.empty_permuted(saved.global_shape, order, dtype=dtype, device=device or "cpu")
 
     def order(self, name: str) -> list[int] | None:
         """Returns the dimensions of an entry as they lay in memory, the outermost first; None if as a restore makes them."""

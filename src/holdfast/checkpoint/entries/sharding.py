@@ -262,13 +262,16 @@ def _require_box(
     shape, mesh, placements = where
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    rows = torch.arange(shape[dim])
+    rows = torch.arange(shape[dim], device="cpu")
     for mesh_dim, placement in enumerate(placements):
         if type(placement).__name__ in _SHARDED and placement.dim == dim:  # type: ignore[attr-defined]
             parts, _ = placement._split_tensor(rows, mesh.size(mesh_dim), with_padding=False, contiguous=False)  # type: ignore[attr-defined]
             rows = parts[coordinate[mesh_dim]]
     start = int(rows[0]) if len(rows) else extent.offsets[dim]
-    if not torch.equal(rows, torch.arange(start, start + extent.lengths[dim])) or start != extent.offsets[dim]:
+    if (
+        not torch.equal(rows, torch.arange(start, start + extent.lengths[dim], device="cpu"))
+        or start != extent.offsets[dim]
+    ):
         raise UsageError(
             f"the rows that this rank holds of dimension {dim} are not neighbours ({placements})",
             where=name,

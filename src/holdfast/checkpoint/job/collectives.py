@@ -74,7 +74,7 @@ class Group:
         lengths = [torch.zeros_like(mine) for _ in range(self.world_size)]
         dist.all_gather(lengths, mine)
         sizes = _read(torch.cat(lengths)).tolist()
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         padded = padded.to(self._device)

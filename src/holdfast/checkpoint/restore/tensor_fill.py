@@ -316,7 +316,7 @@ def as_tensor(view: memoryview) -> torch.Tensor:
     """
     array = np.frombuffer(view, dtype=np.uint8)
     if not len(array):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = (ctypes.c_char * len(array)).from_address(array.ctypes.data)
     memory.keep = array  # type: ignore[attr-defined]  # ctypes objects take attributes; this one holds the mapping
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -143,7 +143,7 @@ class DictPart:
 
     def plan(self, loading: Loading) -> None:
         """Claims every tensor in place, then the rest; notes what the script began with and the version does not know."""
-        tree = unflatten(loading.offered(self.name), lambda _: torch.empty(0))
+        tree = unflatten(loading.offered(self.name), lambda _: torch.empty(0, device="cpu"))
         saved, removed = _split(tree) if isinstance(tree, dict) else ({}, {})
         gone = set(map(id, _tensors(_at(self._content, removed))))
         for live, tensor in self._persistent:
