@@ -24,7 +24,7 @@ SECONDS ?= 60
 SEED ?=
 CASE ?=
 
-.PHONY: help venv demo test lint format bench gpu fuzz redteam planted clean doors $(DOORS:%=door-%)
+.PHONY: help venv demo test lint docs serve format bench gpu fuzz redteam planted clean doors $(DOORS:%=door-%)
 .PRECIOUS: .venv-%/.installed
 
 help:
@@ -40,6 +40,8 @@ help:
 	@echo "make fuzz    every parser of foreign bytes for SECONDS= (600) each, drawn from SEED=; some of them: PARSERS='values image'"
 	@echo "make gpu     everything that only a card can show, in two calls of under ten minutes; needs no venv and no network:"
 	@echo "             make gpu PYTHON=python3 SITE=DIR, where DIR has what that python3 lacks"
+	@echo "make docs    the documentation as a site in build/site, with reference pages made from the code; strict"
+	@echo "make serve   the same in a browser, anew at every change"
 	@echo "make doors   the tests of every framework, each in a .venv-NAME; one of them: make door-NAME"
 	@echo "             ($(DOORS))"
 	@echo "make clean   remove build outputs and caches; .venv stays"
@@ -62,6 +64,18 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+DOCS_STAMP := $(VENV)/.docs-installed
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $(DOCS_STAMP)
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file website/mkdocs.yml
+	@echo "build/site/index.html"
+
+serve: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict --config-file website/mkdocs.yml
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -6,28 +6,49 @@ granted, and until both are mapped here. `call_minus_copy_ms`: what a `save()` c
 tensors, with `overlap=False`, for 300, 3,000 and 10,000 tensors of 4 KiB. `first_save_ratio`: the first such save of a
 job over the median of the later ones. `gather_ms` (told): looking at the state alone, its median and its worst.
 `question_p99_ms` (told): a question to the keeper of a rank that does nothing else.
+
+Where a store gives each stream STREAM_MIB_PER_S: `write_stream_share` and `read_stream_share` are the rate of one bundle by at
+most 8 streams over that of 8 such streams (the first, which begins with 4, and the best are told). `durable_ratio_to_dcp` is the
+seconds of a save to durable, by as many streams as are learnt, over those of DCP's FileSystemWriter with 8 threads, in turn.
 """
 
 from __future__ import annotations
 
+import io
 import mmap
+import os
 import shutil
 import statistics
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
-from benchmarks import measure
+import torch.distributed.checkpoint as dcp
+from benchmarks import measure, pace
 from benchmarks.measure import MIB, Report, timed
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 import holdfast
+from holdfast.base.events import Events
+from holdfast.core.model import BundleRef, Version
 from holdfast.testing.faults.rig import Rig
+from holdfast.tiers.backends.parallel_streams import StreamCount
+from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.page_populate import Populator, share_of_cores
 from holdfast.tiers.memory.slots import Slot
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.version_store import open_storage
 
 _MADV_POPULATE_WRITE = 23
 TENSOR_BYTES = 4096
+STREAM_MIB_PER_S, STREAMS, STREAMED_MIB = 64, 8, 256
 
 
 def populate(report: Report, num_bytes: int, rounds: int) -> None:
@@ -99,6 +120,78 @@ def many_tensors(report: Report, home: Path, count: int, rounds: int) -> None:
     report.figure(f"gather_ms:{count}", 1e3 * statistics.median(looks), "ms", worst_ms=1e3 * max(looks))
 
 
+def stream_shares(report: Report, home: Path, rounds: int) -> None:
+    """One bundle by at most eight of the library's own streams, to storage and back, each limited."""
+    data = mmap.mmap(-1, STREAMED_MIB * MIB)
+    data[:] = os.urandom(MIB) * STREAMED_MIB
+    seal = image_format.seal("all", data)
+    back = memoryview(mmap.mmap(-1, len(data)))
+    storage = open_storage(home, Events(), encryption=KeySource(""))
+    storage._readers = StreamCount(most=STREAMS)
+    storage._backend._streams = StreamCount(most=STREAMS)  # type: ignore[attr-defined]
+    storage.claim()
+    end = pace.limit_streams(STREAM_MIB_PER_S * MIB)
+    try:
+        rates: dict[str, list[float]] = {"write": [], "read": []}
+        for number in range(rounds):
+            version, ref = Version(1, number + 1), BundleRef("all", (0,), 0, 1, 0, "")
+            write = partial(storage.write_bundle, version, ref, seal, memoryview(data), stamp=make_stamp(1))
+            writing = timed(write)
+            file = BundleFile.of(ref, seal, "")
+            reading = timed(partial(storage.read_bundle_into, version, file, back))
+            assert back == data
+            rates["write"].append(STREAMED_MIB / writing)
+            rates["read"].append(STREAMED_MIB / reading)
+    finally:
+        end()
+    for way, found in rates.items():
+        shares = [rate / (STREAMS * STREAM_MIB_PER_S) for rate in found]
+        report.figure(
+            f"{way}_stream_share", statistics.median(shares), "ratio", ">= 0.75", first=shares[0], best=max(shares)
+        )
+
+
+class SlowFiles(FileSystem):
+    """DCP's files, each limited as a stream."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with pace.SlowWriter(path, STREAM_MIB_PER_S * MIB) if mode == "wb" else open(path, mode) as file:
+            yield file
+
+
+def durable(report: Report, home: Path, rounds: int) -> None:
+    """Saves to durable against PyTorch's own writer, in turn; the streams of both are limited."""
+    model = nn.ParameterList(torch.rand(8 * MIB // 4) for _ in range(STREAMED_MIB // 8))
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    root, config = home / "job", measure.only_on_demand(home)
+    root.mkdir(parents=True)
+    pace.start_keeper(str(root), config, STREAM_MIB_PER_S * MIB)
+    steps = iter(range(1, 1000))
+
+    def theirs() -> None:
+        writer = FileSystemWriter(home / f"dcp{next(steps)}", thread_count=STREAMS)
+        writer.fs = SlowFiles()
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
+    with holdfast.Checkpointer(root, model=model, overlap=False, config=config) as checkpointer:
+        checkpointer.restore()
+
+        def ours() -> None:
+            checkpointer.save(next(steps), level="durable").wait("durable", timeout_s=120)
+
+        first = timed(ours)
+        pairs = [(timed(ours), timed(theirs)) for _ in range(rounds)]
+    report.figure(
+        "durable_ratio_to_dcp",
+        statistics.median(one / other for one, other in pairs),
+        "ratio",
+        "<= 0.8",
+        seconds=statistics.median(one for one, _ in pairs),
+        first_seconds=first,
+    )
+
+
 def main() -> None:
     """Prints and keeps the figures."""
     options = measure.options("node", __doc__ or "").parse_args()
@@ -108,6 +201,8 @@ def main() -> None:
         size = min(options.mib * MIB, measure.available_bytes() // 8)
         populate(report, size, 5 if options.quick else 15)
         prepare(report, home / "p", size // 2, 200 if options.quick else 2000)
+        stream_shares(report, home / "s", 4 if options.quick else 8)
+        durable(report, home / "d", 3 if options.quick else 7)
         for count in (300, 3_000, 10_000):
             many_tensors(report, home, count, 12 if options.quick else 40)
     finally:

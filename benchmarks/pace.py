@@ -5,6 +5,9 @@
 
 Whoever takes bytes waits until those before it have gone through. The files themselves lie in the page cache, so the
 line is all that is slow, and it is the same for all. Needs no torch, for a keeper has none.
+
+Other stores bound each stream and not all together: `limit_streams` makes every call of this process that writes or reads a
+file take its time, and a keeper is started so if a rate stands in the line's place.
 """
 
 from __future__ import annotations
@@ -127,13 +130,46 @@ class PacedFile(io.FileIO):
         return bytes(data[: self.readinto(data)])
 
 
-def start_keeper(root: str, config: Config, line: Line) -> RuntimePaths:
-    """A keeper of the node whose storage lies behind the line, once it listens. It is a child of this process."""
+def limit_streams(bytes_per_s: float) -> Callable[[], None]:
+    """From now on a thread of this process writes and reads files at this rate, however many others do; returns the end of it."""
+    real = os.pwrite, os.preadv
+
+    def wait(began_s: float, num_bytes: int) -> int:
+        time.sleep(max(0.0, began_s + num_bytes / bytes_per_s - time.monotonic()))
+        return num_bytes
+
+    def end() -> None:
+        os.pwrite, os.preadv = real
+
+    os.pwrite = lambda *args: wait(time.monotonic(), real[0](*args))  # type: ignore[assignment]
+    os.preadv = lambda *args: wait(time.monotonic(), real[1](*args))  # type: ignore[assignment]
+    return end
+
+
+class SlowWriter(io.FileIO):
+    """A file that is written at a rate of its own, as a stream of `limit_streams` is."""
+
+    def __init__(self, path: str | os.PathLike[str], bytes_per_s: float) -> None:
+        super().__init__(path, "w")
+        self._rate = bytes_per_s
+
+    def write(self, data: Any) -> int:
+        began_s, view, done = time.monotonic(), memoryview(data).cast("B"), 0
+        while done < len(view):
+            done += super().write(view[done:]) or 0
+        time.sleep(max(0.0, began_s + done / self._rate - time.monotonic()))
+        return done
+
+
+def start_keeper(root: str, config: Config, line: Line | float) -> RuntimePaths:
+    """A keeper of the node whose storage lies behind the line, or whose streams have that rate, once it listens. It is a
+    child of this process.
+    """
     place = place_of(root, config)
     place.make()
     ready, theirs = os.pipe()
     command = [
-        sys.executable, "-m", "benchmarks.pace", str(line.path),
+        sys.executable, "-m", "benchmarks.pace", str(line.path if isinstance(line, Line) else line),
         "--root", root, "--run-id", config.run_id, "--node", place.node, "--runtime-dir", str(place.runtime),
         "--memory-budget", config.memory_budget, "--linger-s", str(config.linger_s), "--ready-fd", str(theirs),
     ]  # fmt: skip
@@ -147,9 +183,12 @@ def start_keeper(root: str, config: Config, line: Line) -> RuntimePaths:
 
 
 def main() -> int:
-    """A keeper behind the line."""
-    line, opened = Line(Path(sys.argv[1])), version_store.open_backend
-    version_store.open_backend = lambda url: Paced(opened(url), line)
+    """A keeper behind the line, or of limited streams."""
+    try:
+        limit_streams(float(sys.argv[1]))
+    except ValueError:
+        line, opened = Line(Path(sys.argv[1])), version_store.open_backend
+        version_store.open_backend = lambda url: Paced(opened(url), line)
     return keeper_main.main(sys.argv[2:])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import sys
 import threading
@@ -30,7 +31,7 @@ from holdfast.checkpoint.capture.copy_plan import batches
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
-from holdfast.checkpoint.device import accelerator, chunk_staging
+from holdfast.checkpoint.device import accelerator, chunk_staging, pinned_writes
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.pipeline import timers
@@ -376,6 +377,91 @@ def a_state_comes_back_bit_for_bit_with_late_copies() -> None:
                 both.step(number, save=False)
         assert again.sum() == job.sum()
         again.checkpointer.close()
+
+
+@case
+def host_memory_that_a_device_still_writes_is_saved_as_it_will_be() -> None:
+    """Weights of the last step on the host: copied in the script's own stream, and nobody waits for the copy."""
+    simulated.set_copy_rate(20 * MIB)
+    with directory() as root:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(256, 256).to(place())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        host = {name: torch.zeros(p.shape).pin_memory() for name, p in model.named_parameters()}
+        config = holdfast.Config(linger_s=5.0)
+        checkpointer = holdfast.Checkpointer(root / "job", model=model, optimizer=optimizer, host=host, config=config)
+        checkpointer.restore()
+        for number in range(3):
+            model(torch.ones(1, 256, device=place())).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    host[name].copy_(parameter, non_blocking=True)
+            checkpointer.step(number)
+        torch.accelerator.synchronize()
+        expected = {name: value.clone() for name, value in host.items()}
+        checkpointer.close()
+        for value in host.values():
+            value.zero_()
+        again = holdfast.Checkpointer(root / "job", model=model, optimizer=optimizer, host=host, config=config)
+        assert again.restore() == 3
+        assert all(torch.equal(host[name], value) for name, value in expected.items()), "of another step"
+        again.close()
+
+
+@case
+def a_note_has_what_a_device_writes_to_host_memory() -> None:
+    step_snapshot.attach(step_snapshot.make_page())
+    simulated.set_copy_rate(MIB)
+    model = torch.nn.Linear(256, 256, bias=False).to(place())
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    host = {"last": torch.zeros(256, 256).pin_memory()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = State({"model": model, "optimizer": optimizer, "host": host}, rank=0, world_size=1)
+    survivor = Survivor(state, job="j", rank=0, world_size=1)
+    host["last"].copy_(model.weight.detach(), non_blocking=True)
+    survivor.note(Version(1, 0))
+    (note,) = survivor_state.notes_of("j", 0, 1).values()
+    (data,) = (data for name, data in note.small.items() if name.endswith("last"))
+    assert set(torch.frombuffer(bytearray(data), dtype=torch.float32).tolist()) == {7.0}, "of another step"
+
+
+class HostMomentum(torch.optim.SGD):
+    """Keeps its momentum in host memory."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("momentum", torch.zeros(parameter.shape)).add_(parameter.grad.cpu())
+            parameter.data.sub_(state["momentum"].to(parameter.device), alpha=0.1)
+
+
+@case
+def state_on_the_host_of_parameters_on_a_device_is_told_by_name() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("holdfast").addHandler(handler)
+    for kind, told in ((torch.optim.AdamW, []), (HostMomentum, ["optimizer keeps 'momentum' in host memory"])):
+        model = torch.nn.Linear(8, 8).to(place())
+        optimizer = kind(model.parameters(), lr=0.1)
+        state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+        for _ in range(2):
+            model(torch.ones(1, 8, device=place())).sum().backward()
+            optimizer.step()
+            state.gather()
+        assert [line.partition(",")[0] for line in said if "in host memory" in line] == told, said
+
+
+@bug
+def nobody_waits_for_pinned_memory() -> None:
+    pinned_writes.PinnedWrites.end = lambda *_: True  # type: ignore[method-assign]
+
+
+@bug
+def notes_do_not_wait_for_pinned_memory() -> None:
+    nobody_waits_for_pinned_memory()
 
 
 @case

@@ -18,9 +18,11 @@ import torch
 import holdfast
 from checkpoint.lines_zoo import CASES, Case
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.liveness import heartbeat
 from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.usage import loop_snapshot
 from holdfast.checkpoint.usage.loop_observer import Observer
+from holdfast.core.elastic.worker_facts import Phase
 
 
 class Lines:
@@ -29,6 +31,7 @@ class Lines:
     def __init__(self, _: str, **objects: Any) -> None:
         self._objects = objects
 
+    @heartbeat.phase(Phase.LOADING)  # as the real one: a frame of the decorator's stands between
     def restore(self) -> int:
         self._early = loop_snapshot.early_iterators(sys._getframe(1), self._objects)
         self._observer = Observer(

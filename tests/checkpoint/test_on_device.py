@@ -32,12 +32,15 @@ TOGETHER = (
     "a_rank_goes_on_with_its_sequence_on_another_device",
     "a_restore_waits_for_what_is_queued_for_its_tensors",
     "a_buffer_is_used_again_when_the_device_has_read_it",
+    "state_on_the_host_of_parameters_on_a_device_is_told_by_name",
     "what_is_queued_behind_a_hung_collective_is_void",
 )
 # In a process each; True: slow.
 ALONE = {
     "memory_that_is_not_registered_gets_the_right_bytes": False,
     "a_state_comes_back_bit_for_bit_with_late_copies": False,
+    "host_memory_that_a_device_still_writes_is_saved_as_it_will_be": False,
+    "a_note_has_what_a_device_writes_to_host_memory": False,
     "a_device_far_behind_its_host_gives_no_version_up": True,
     "a_host_ahead_of_its_device_is_not_held_up": False,
     "a_host_five_seconds_ahead_of_its_device_is_not_held_up": True,
@@ -80,6 +83,10 @@ BUGS = {
     "nobody_looks_for_graphs": ("a_step_in_a_graph_is_captured_and_never_copied_late", "AssertionError"),
     "a_restore_comes_from_ordinary_memory": ("a_restore_queues_its_chunks_and_is_proven", "AssertionError"),
     "a_restore_does_not_wait_for_the_stream": ("a_restore_waits_for_what_is_queued_for_its_tensors", "came after"),
+    "nobody_waits_for_pinned_memory": (
+        "host_memory_that_a_device_still_writes_is_saved_as_it_will_be", "of another step"
+    ),
+    "notes_do_not_wait_for_pinned_memory": ("a_note_has_what_a_device_writes_to_host_memory", "of another step"),
     "a_buffer_is_used_again_at_once": ("a_buffer_is_used_again_when_the_device_has_read_it", "overwritten"),
 }  # fmt: skip
 # Found within a second or two each; the others are slow.

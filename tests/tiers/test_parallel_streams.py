@@ -19,12 +19,15 @@ from holdfast.tiers.backends import posix_io
 from holdfast.tiers.backends.interface import Chunks
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.backends.parallel_streams import (
+    FIRST_REQUESTS,
     FIRST_STREAMS,
+    MOST_REQUESTS,
     MOST_STREAMS,
     TRIALS_BETWEEN,
     UNIT_BYTES,
     StreamCount,
     Streams,
+    requests_at_once,
 )
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.encryption import KeySource
@@ -61,10 +64,29 @@ def test_one_step_back_where_more_gain_nothing_and_another_look_later() -> None:
     assert count.now == 2 * FIRST_STREAMS
 
 
+def test_half_as_many_after_a_failure_and_for_a_while() -> None:
+    count = StreamCount()
+    count.learn(4, 100.0)
+    count.failed(4)  # began before the last change
+    assert count.now == 8
+    for now in (8, 4, 2, 1):
+        count.failed(now)
+    assert count.now == 1
+    count.learn(1, 100.0)
+    assert count.now == 1
+
+
 def test_a_trial_of_another_number_says_nothing() -> None:
     count = StreamCount()
     count.learn(16, 1e9)
     assert count.now == FIRST_STREAMS
+
+
+def test_what_requests_hold_in_memory_is_little_beside_the_object() -> None:
+    assert requests_at_once(10 << 20) == FIRST_REQUESTS
+    assert requests_at_once(1 << 30) == 16
+    assert requests_at_once(100 << 30) == MOST_REQUESTS
+    assert requests_at_once(150 << 30, 16 << 20) == MOST_REQUESTS
 
 
 # Order, bounds, ends.
@@ -130,7 +152,25 @@ def test_the_first_error_ends_all_and_nothing_runs_afterwards() -> None:
         put_all()
     assert len(begun) <= FIRST_STREAMS + 1
     assert told in ([], [0], [0, 1])
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast streams")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast stream")]
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_the_threads_that_the_system_allows_do_all(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, started, real = list[int](), list[threading.Thread](), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with Streams(StreamCount(), 8, told.append) as streams:
+        for number in range(1, 31):
+            streams.put(partial(int, number))
+    assert told == list(range(1, 31))
+    assert len(started) == allowed
 
 
 def test_an_error_after_the_last_was_put_is_heard() -> None:

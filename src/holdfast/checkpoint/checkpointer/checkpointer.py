@@ -77,13 +77,17 @@ class Checkpointer:
 
     Args:
         path: directory of the checkpoints, the same on every rank; a path or `file://` URL.
-        model, optimizer: one, a list or a dict of them.
+        model: one, a list or a dict of them.
+        optimizer: one, a list or a dict of them.
         schedule: of a pipeline (`torch.distributed.pipelining`), for copies in its waits. Default: what `restore` finds.
-        scheduler, scaler, loader: anything with `state_dict` and `load_state_dict`.
+        scheduler: of learning rates; anything with `state_dict` and `load_state_dict`.
+        scaler: of gradients; the same.
+        loader: of data, as torchdata's `StatefulDataLoader`; the same.
         replicated: glob patterns of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
         exclude: glob patterns of names of parameters and buffers that are not saved (`model.base`), alike on all ranks. They
             stay as the script makes them, so no optimizer may step them; `last_restore.left_out` names them.
-        every, durable_every: cadence of saves in memory and to storage, `10` (steps) or `"30s"`; default: the settings.
+        every: cadence of saves in memory, `10` (steps) or `"30s"`; default: the settings.
+        durable_every: cadence of saves to storage, in the same form.
         overlap: copy behind the next forward and backward, once it is proven safe; see `settle`.
         verify_capture: prove every byte of a late copy with a digest taken at the call.
         on_durable: called in a thread as `on_durable(version, error)`, once for every save at the durable level: with None
@@ -172,7 +176,7 @@ class Checkpointer:
         """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
 
         Collective: every rank calls it, after the process group exists. 0 on a fresh start, and with HOLDFAST_DISABLE=1.
-        Call it before training, and again to go back to a version in the middle of it.
+        Call it before training, and again to go back to a version in the middle of it. All ranks raise the same class.
 
         Args:
             version: only this one, as `ls` names it.
@@ -184,10 +188,9 @@ class Checkpointer:
         Raises:
             VersionNotFound, CorruptError: versions exist, and none can be used; or one was required, and there is none.
             MismatchError: other objects.
-            MemoryRefused, KeeperNotStarted: the memory level cannot be had, and `require_memory` is set. InUse: another
-            job works on the path, or another process is this rank. StorageError: the path refuses, or a durable version
-            cannot be read and an older one would have to be taken. On every rank the same class, and no rank has begun to
-            train.
+            MemoryRefused, KeeperNotStarted: the memory level cannot be had, and `require_memory` is set.
+            InUse: another job works on the path, or another process is this rank.
+            StorageError: the path refuses, or a durable version cannot be read and an older one would have to be taken.
         """
         if self.off:
             logger.warning("%s is set: nothing is restored and nothing is saved", settings.DISABLE_VARIABLE)
@@ -415,7 +418,7 @@ class Checkpointer:
 
         Raises:
             LevelNotReached: that is not durable, or nothing was saved; says which level it has, and why. The keeper then
-            stays and keeps what it holds.
+                stays and keeps what it holds.
         """
         if self._closed or self._is_forked:
             return

@@ -36,6 +36,7 @@ from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.capture.twin_comparison import Shared
 from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.entries.types import Gathered
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.job.slot_reservation import Reservation
@@ -145,6 +146,7 @@ class Saver:
         self._watched: tuple[int, ...] = ()
         self._pledged: tuple[int, ...] = ()
         self._checks = LateCopyChecker()
+        self._pinned_writes = PinnedWrites()
         self._last_late: _Late | None = None
         self._owed: list[tuple[SaveHandle, str]] = []
         self._aside_key: object = None
@@ -344,6 +346,8 @@ class Saver:
         if self.fence.is_void(steps, others_within=bool(within - {threading.get_ident()})):
             raise LevelNotReached(STEPPED)
         gathered = self._state.gather()
+        if not self._pinned_writes.end(gathered, self._config.close_timeout_s):
+            raise LevelNotReached(BEHIND)
         self.fence.begin()
         structure = self._structure_of(gathered, client)
         spots = self._shared.words(handle.version.step)

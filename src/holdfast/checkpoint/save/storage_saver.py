@@ -27,6 +27,7 @@ from holdfast.checkpoint.capture.copy_plan import PlacedImage, Plan, Structure
 from holdfast.checkpoint.capture.optimizer_fence import STEPPED, Fence
 from holdfast.checkpoint.capture.twin_comparison import Shared
 from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.entries.types import Gathered
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
@@ -189,7 +190,8 @@ class DirectSaver:
         plan = structure.plan(values)
         if not plan.images:
             return None
-        if not accelerator.caught_up([live.local for live in gathered.tensors.values()], self._behind_s):
+        tensors = [live.local for live in gathered.tensors.values()]
+        if not (accelerator.caught_up(tensors, self._behind_s) and PinnedWrites().end(gathered, self._behind_s)):
             raise LevelNotReached("its device does not come to the end of what is queued")
         self._storage.require_job(self._job.assembly.job_id)
         stamp = make_stamp(version.incarnation)

@@ -86,6 +86,7 @@ class OptimizerPart:
         speakers = [] if self._dealt else [each for each in self.chain if overrides(each, "state_dict")]
         self._handed = OptimizerExtras(name, speakers[0] if speakers else self._stepper, self._stepper)
         self._refs: dict[int, TensorRef] = {}
+        self._told_of_host_state = False
         self._rank: Group = ()
         self._inner = [] if self._dealt else list(others(name, self._stepper))
 
@@ -122,6 +123,28 @@ class OptimizerPart:
         self._live, self._loose, self._refs = {}, {}, {}
         for parameter in self._owned():  # not in the order in which state came to be: a restore may change that
             self._build_state(out, parameter, self._state.get(parameter, {}))
+        self._tell_of_host_state()
+
+    def _tell_of_host_state(self) -> None:
+        """Warns once that a restore puts state on its parameter's device where the script keeps it on the host."""
+        if self._told_of_host_state:
+            return
+        for parameter in self._owned():
+            for key, value in self._state.get(parameter, {}).items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.dim()
+                    and _is_on_host(value)
+                    and not _is_on_host(parameter)
+                ):
+                    self._told_of_host_state = True
+                    logger.warning(
+                        "%s keeps %r in host memory, and its parameter lies on a device: a new process restores it onto the "
+                        "device; let the script make that state before it calls restore()",
+                        self.name,
+                        key,
+                    )
+                    return
 
     def _build_state(self, out: Collector, parameter: torch.Tensor, state: Mapping[Any, Any]) -> None:
         owner = self._owners[id(parameter)]
@@ -443,6 +466,10 @@ def _stepper_of(name: str, optimizer: Optimizer) -> Optimizer:
             remedy="do not let ZeroRedundancyOptimizer overlap with DDP, or shard with fully_shard",
         )
     return inner
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return local_of(tensor).device.type == "cpu"
 
 
 def follow(owner: Owner, value: torch.Tensor) -> Group | None:

@@ -23,6 +23,7 @@ import torch
 
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.accelerator import device_of
+from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.checkpoint.survivors.step_snapshot import SnapshotWriter, StepSnapshot
@@ -97,6 +98,7 @@ class Survivor:
         self._begun = -1
         self._unseen = False  # between the last two notes no optimizer made a step, as far as anybody saw
         self._still = UnchangedStateCheck(state)
+        self._pinned_writes = PinnedWrites()
 
     def note(self, version: Version) -> None:
         """The state is that of `version` now. Outside of an optimizer's step."""
@@ -105,6 +107,8 @@ class Survivor:
         if noter is None or self._is_void or not noter.affordable():
             return
         gathered = self._state.glance()
+        if not self._pinned_writes.end(gathered, CATCH_UP_S):
+            return
         if not noter.write(version, gathered):
             logger.info("a failed rank cannot be filled from a twin's live state: %s", noter.refused)
             return

@@ -5,6 +5,7 @@ Code of the user's is what lies neither in an installed package nor in the stand
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import linecache
 import os
@@ -26,7 +27,7 @@ def users(frame: FrameType | None) -> FrameType | None:
     Args:
         frame: the one that called a method of the Checkpointer.
     """
-    while frame is not None and frame.f_code.co_name in _METHODS and _is_ours(frame):
+    while frame is not None and _leads_to_caller(frame):
         frame = frame.f_back
     return frame if frame is not None and is_users(frame) else None
 
@@ -58,6 +59,13 @@ def own(frame: FrameType) -> Mapping[str, Any]:
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(frame.f_locals) is dict:
         frame.f_locals.clear()
     return found
+
+
+def _leads_to_caller(frame: FrameType) -> bool:
+    """Tell whether a frame is of a method that looks at its caller, or of what decorates it."""
+    if frame.f_code.co_filename == contextlib.__file__:
+        return True
+    return frame.f_code.co_name in _METHODS and _is_ours(frame)
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -134,6 +134,7 @@ class Soak:
     def do_oddity(self, path: Path, names: Sequence[str]) -> str:
         """One rank does what is healthy and looks odd; returns its name when both train on, as the processes they were."""
         name, rank = names[sum(self.oddities.values()) % len(names)], self.chance.choice(RANKS)
+        self.wait(time.time())  # a survivor of the last fault may be renewed after its last step
         before = {r: pid for r, (pid, _) in self.newest().items()}
         lived = self.home / f"lived-{rank}"
         lived.unlink(missing_ok=True)

@@ -16,11 +16,13 @@ import contextlib
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from holdfast.base.errors import ConfigError, Fenced, StorageBusy, StorageError, StorageUnfit, VersionNotFound
 from holdfast.tiers.backends.interface import TEMPORARY, Properties, check_segment, split_name, total_bytes
+from holdfast.tiers.backends.parallel_streams import FIRST_REQUESTS, MOST_REQUESTS, StreamCount, requests_at_once
 
 try:
     import obstore
@@ -39,11 +41,10 @@ except ImportError:  # the extra `cloud` is not installed
 else:
     INSTALLED = True
 
-# Larger objects go up in parts of at least this size, and ranges of this size are read side by side.
-PART_BYTES = 16 << 20
+# Larger objects go up in parts of at least this size, several at once; a request reads a range of at most this size.
+PART_BYTES = 8 << 20
 # What the stores allow.
 MAX_PARTS = 10_000
-MAX_AT_ONCE = 4
 # For one request, its body included: a part that takes longer comes over a link of less than half a MiB/s.
 REQUEST_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -89,6 +90,7 @@ class ObjectStoreBackend:
         self._where = where
         self._guard = threading.Lock()
         self._proved = False
+        self._writers = StreamCount(first=FIRST_REQUESTS, most=MOST_REQUESTS)
 
     @property
     def properties(self) -> Properties:
@@ -118,7 +120,16 @@ class ObjectStoreBackend:
                 return
             part = max(PART_BYTES, -(-(total or 0) // MAX_PARTS))
             source: Any = _copies(chunks, progress)
-            obstore.put(self._store, name, source, use_multipart=True, chunk_size=part, max_concurrency=MAX_AT_ONCE)
+            count, began_s = self._writers.now, time.monotonic()
+            at_once = min(count, requests_at_once(total or 0, part))
+            try:
+                obstore.put(self._store, name, source, use_multipart=True, chunk_size=part, max_concurrency=at_once)
+            except BaseError:
+                # Parts that share a narrow line may each take longer than a request may.
+                self._writers.failed(at_once)
+                raise
+            if total and at_once == count:
+                self._writers.learn(count, total / max(time.monotonic() - began_s, 1e-6))
 
     def create(self, name: str, data: bytes, *, stamp: str) -> bool:
         """Writes an object if none is there; see Backend."""

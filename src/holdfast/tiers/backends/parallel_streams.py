@@ -2,16 +2,19 @@
 
 How many go at once is learnt from the place itself: a few at first, twice as many as long as that makes it faster by a
 tenth. What they did is told in the order in which it was begun, by the thread that began it. The first error ends all,
-and nothing runs any more when the block is left: a descriptor may be closed then, a buffer given to something else.
+and nothing runs any more when the block is left: a descriptor may be closed then, a buffer given to something else. The
+threads are daemons, for a place that hangs must not keep a process from ending.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 
 # What one stream moves in one call.
@@ -23,6 +26,16 @@ GAIN = 1.1
 # A trial is so many units per stream; after so many trials without a change the next number is tried once more.
 UNITS_PER_TRIAL = 2
 TRIALS_BETWEEN = 64
+
+# Requests to an object store are more, and each holds what it moves in memory.
+FIRST_REQUESTS = 8
+MOST_REQUESTS = 64
+BUFFERED_SHARE = 8
+
+
+def requests_at_once(num_bytes: int, part_bytes: int = UNIT_BYTES) -> int:
+    """Returns how many parts of an object may be in memory at once: an eighth of it, or as many as one begins with."""
+    return max(FIRST_REQUESTS, min(MOST_REQUESTS, num_bytes // (BUFFERED_SHARE * part_bytes)))
 
 
 class StreamCount:
@@ -48,6 +61,12 @@ class StreamCount:
             elif 2 * count <= self._most:
                 self.now, self._fewer_rate = 2 * count, bytes_per_s
 
+    def failed(self, count: int) -> None:
+        """Takes that a request failed while so many shared the way: the next time half as many do, and for a while."""
+        with self._lock:
+            if count == self.now:
+                self.now, self._rest = max(1, count // 2), TRIALS_BETWEEN
+
 
 class Streams:
     """Does work of one kind, some of it at once: `with Streams(count, at_once, done) as streams: streams.put(work)`.
@@ -64,7 +83,9 @@ class Streams:
         self._done = done
         self._running: deque[Future[int]] = deque()
         self._errors: list[BaseException] = []
-        self._pool = ThreadPoolExecutor(at_once, "holdfast streams") if at_once > 1 else None
+        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._over = False
         self._began_s, self._trial, self._units, self._bytes = time.monotonic(), count.now, 0, 0
 
     def __enter__(self) -> Streams:
@@ -77,8 +98,8 @@ class Streams:
             if error is None:
                 self.drain()
         finally:
-            if self._pool is not None:
-                self._pool.shutdown(wait=True, cancel_futures=True)
+            self._over = True
+            self._join()
 
     def put(self, work: Callable[[], int]) -> None:
         """Begins a work. When this returns, fewer than `at_once` are under way.
@@ -86,10 +107,14 @@ class Streams:
         Raises:
             BaseException: what the first work that failed raised; nothing more is begun then.
         """
-        if self._pool is None:
+        if self._at_once == 1:
             self._done(work())
             return
-        self._running.append(self._pool.submit(self._guarded, work))
+        future: Future[int] = Future()
+        self._running.append(future)
+        self._works.put(partial(self._do, work, future))
+        if len(self._threads) < len(self._running):
+            self._start()
         self._wait(min(self._count.now, self._at_once) - 1)
 
     def drain(self) -> None:
@@ -106,15 +131,42 @@ class Streams:
         if self._errors:
             raise self._errors[0]
 
-    def _guarded(self, work: Callable[[], int]) -> int:
-        """A stream's work; after another's error it moves nothing."""
-        if self._errors:
-            return 0
+    def _start(self) -> None:
+        """Starts one more thread. Where the system allows none, those that run do the work, or the caller's own."""
+        thread = threading.Thread(target=self._stream, name="holdfast stream", daemon=True)
+        self._threads.append(thread)
         try:
-            return work()
-        except BaseException as error:
+            thread.start()
+        except RuntimeError:
+            self._threads.remove(thread)
+            if not self._threads and (do := self._works.get()) is not None:
+                do()
+
+    def _stream(self) -> None:
+        while (do := self._works.get()) is not None:
+            do()
+
+    def _do(self, work: Callable[[], int], future: Future[int]) -> None:
+        """Does a work in one of the threads; after an error, or when the block is left, it moves nothing."""
+        try:
+            future.set_result(0 if self._errors or self._over else work())
+        except BaseException as error:  # noqa: BLE001  # raised by whoever waits for it
             self._errors.append(error)
-            raise
+            future.set_exception(error)
+
+    def _join(self) -> None:
+        """Waits for the threads, also if that is interrupted: what they use is the caller's again afterwards."""
+        for _ in self._threads:
+            self._works.put(None)
+        interrupted: BaseException | None = None
+        for thread in self._threads:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as error:  # noqa: BLE001  # raised below
+                    interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
     def _measure(self, num_bytes: int) -> None:
         if self._trial != self._count.now:

@@ -37,7 +37,15 @@ from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.backends.open_url import open_backend
-from holdfast.tiers.backends.parallel_streams import MOST_STREAMS, UNIT_BYTES, StreamCount, Streams
+from holdfast.tiers.backends.parallel_streams import (
+    FIRST_REQUESTS,
+    MOST_REQUESTS,
+    MOST_STREAMS,
+    UNIT_BYTES,
+    StreamCount,
+    Streams,
+    requests_at_once,
+)
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import Entry, Image
 from holdfast.tiers.format.strict_json import AUTHENTICATED_FORMAT, MAX_RECORD_BYTES
@@ -113,9 +121,9 @@ class Storage:
         self._backend = backend
         self._events = events
         self._files = BundleFiles(backend, key, self.job_id)
-        self._readers = StreamCount()
         self._job_id = ""
         local = backend.properties.kind == "local"
+        self._readers = StreamCount() if local else StreamCount(first=FIRST_REQUESTS, most=MOST_REQUESTS)
         self._run_lock = RunLock(Path(backend.properties.where)) if local else LeaseLock(backend)
 
     @property
@@ -475,7 +483,8 @@ class Storage:
 
     def _streams(self, view: memoryview, done: Callable[[int], None]) -> Streams:
         """Streams that fill `view`; one, in the caller's thread, if it is small."""
-        return Streams(self._readers, MOST_STREAMS if len(view) > UNIT_BYTES else 1, done)
+        at_once = MOST_STREAMS if self._backend.properties.kind == "local" else requests_at_once(len(view))
+        return Streams(self._readers, at_once if len(view) > UNIT_BYTES else 1, done)
 
     @_in_place
     def verify_bundle(self, version: Version, file: BundleFile, progress: Callable[[int], None] | None = None) -> None:

@@ -1,0 +1,74 @@
+"""The documentation site: links between pages, tables, and a strict build where its tools are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("website.pages")
+
+
+@pytest.mark.parametrize(
+    ("place", "link", "led"),
+    [
+        ("elastic.md", "[a](watchdog.md#incidents)", "[a](watchdog.md#incidents)"),
+        ("elastic.md", "[a](../README.md)", "[a](project/readme.md)"),
+        ("project/readme.md", "[`a`](docs/spec/format.md#x)", "[`a`](../spec/format.md#x)"),
+        ("spec/format.md", "[a](../../benchmarks/README.md)", "[a](../project/benchmarks.md)"),
+        ("project/readme.md", "[a](src/holdfast/__init__.py)", "a"),
+        ("project/readme.md", "[a](docs/gone.py)", "[a](docs/gone.py)"),
+        ("elastic.md", "[a](https://pytorch.org) [b](#below)", "[a](https://pytorch.org) [b](#below)"),
+        ("elastic.md", "```\n[a](../README.md)\n```", "```\n[a](../README.md)\n```"),
+    ],
+)
+def test_links_lead_to_pages_of_the_site(pages: ModuleType, place: str, link: str, led: str) -> None:
+    assert pages.with_links(link, place, lambda path: (ROOT / path).exists()) == led
+
+
+def test_cells_with_bars_and_line_ends_stay_one_cell(pages: ModuleType) -> None:
+    assert pages.table(("a", "b"), [("x | y", "1\n2")]) == "| a | b |\n| --- | --- |\n| x \\| y | 1 2 |"
+
+
+def test_every_setting_and_error_is_on_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    reference = importlib.import_module("website.reference")
+    settings, errors, texts = reference.settings(), reference.error_codes(), reference.help_texts()
+    assert "| `fence_timeout_s` | `1.0` |  | how long an optimizer step may wait" in settings
+    assert "| [HF401](../troubleshooting.md" not in errors, "no such code"
+    assert "| [HF400](../troubleshooting.md#hf400-memoryrefused) | `MemoryRefused` |" in errors
+    assert "## holdfast verify" in texts
+    assert "## holdfast status" in texts
+
+
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    if any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")):
+        pytest.skip("needs the extra docs: make docs")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(ROOT / "website" / "mkdocs.yml"),
+    ]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)], capture_output=True, text=True, check=False, timeout=200, cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    api = (tmp_path / "reference" / "api.html").read_text()
+    assert 'id="holdfast.checkpoint.checkpointer.checkpointer.Checkpointer.restore"' in api

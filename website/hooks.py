@@ -1,0 +1,37 @@
+"""What MkDocs calls: adds pages that lie outside of `docs/` or are made from the code, and leads links between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from website import figures, pages, reference
+
+ROOT = Path(__file__).resolve().parents[1]
+# Names in tables are not broken in their middle.
+STYLE = ".md-typeset td:first-child code, .md-typeset td:nth-child(3) code { white-space: nowrap; }\n"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages."""
+    made = {
+        "reference/api.md": reference.api(),
+        "reference/settings.md": reference.settings(),
+        "reference/errors.md": reference.error_codes(),
+        "reference/help.md": reference.help_texts(),
+        "reference/figures.md": figures.figures(ROOT / "benchmarks" / "results"),
+    }
+    outside = {place: (ROOT / path).read_text() for path, place in pages.OUTSIDE.items()}
+    for place, text in (outside | made).items():
+        files.append(File.generated(config, place, content=text))
+    files.append(File.generated(config, "site.css", content=STYLE))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Leads the links of a page."""
+    if page.file.src_uri.startswith("reference/"):
+        return markdown
+    return pages.with_links(markdown, page.file.src_uri, lambda path: (ROOT / path).exists())
