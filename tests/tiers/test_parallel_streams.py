@@ -19,6 +19,7 @@ from holdfast.tiers.backends import posix_io
 from holdfast.tiers.backends.interface import Chunks
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.backends.parallel_streams import (
+    FIRST_REQUESTS,
     FIRST_STREAMS,
     MOST_REQUESTS,
     MOST_STREAMS,
@@ -82,7 +83,7 @@ def test_a_trial_of_another_number_says_nothing() -> None:
 
 
 def test_what_requests_hold_in_memory_is_little_beside_the_object() -> None:
-    assert requests_at_once(10 << 20) == FIRST_STREAMS
+    assert requests_at_once(10 << 20) == FIRST_REQUESTS
     assert requests_at_once(1 << 30) == 16
     assert requests_at_once(100 << 30) == MOST_REQUESTS
     assert requests_at_once(150 << 30, 16 << 20) == MOST_REQUESTS

@@ -28,13 +28,14 @@ UNITS_PER_TRIAL = 2
 TRIALS_BETWEEN = 64
 
 # Requests to an object store are more, and each holds what it moves in memory.
+FIRST_REQUESTS = 8
 MOST_REQUESTS = 64
 BUFFERED_SHARE = 8
 
 
 def requests_at_once(num_bytes: int, part_bytes: int = UNIT_BYTES) -> int:
     """Returns how many parts of an object may be in memory at once: an eighth of it, or as many as one begins with."""
-    return max(FIRST_STREAMS, min(MOST_REQUESTS, num_bytes // (BUFFERED_SHARE * part_bytes)))
+    return max(FIRST_REQUESTS, min(MOST_REQUESTS, num_bytes // (BUFFERED_SHARE * part_bytes)))
 
 
 class StreamCount:

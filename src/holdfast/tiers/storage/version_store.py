@@ -38,6 +38,7 @@ from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.backends.open_url import open_backend
 from holdfast.tiers.backends.parallel_streams import (
+    FIRST_REQUESTS,
     MOST_REQUESTS,
     MOST_STREAMS,
     UNIT_BYTES,
@@ -120,9 +121,9 @@ class Storage:
         self._backend = backend
         self._events = events
         self._files = BundleFiles(backend, key, self.job_id)
-        self._readers = StreamCount(most=MOST_REQUESTS)
         self._job_id = ""
         local = backend.properties.kind == "local"
+        self._readers = StreamCount() if local else StreamCount(first=FIRST_REQUESTS, most=MOST_REQUESTS)
         self._run_lock = RunLock(Path(backend.properties.where)) if local else LeaseLock(backend)
 
     @property
