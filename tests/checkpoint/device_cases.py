@@ -1004,6 +1004,25 @@ def a_rank_goes_on_with_its_sequence_on_another_device() -> None:
     assert torch.equal(torch.rand(4, device=place(0)).cpu(), expected)
 
 
+@case
+def every_device_of_a_process_goes_on_with_its_sequence() -> None:
+    module: Any = torch.get_device_module(simulated.name())
+    kept = [torch.ones(1, device=place(index)) for index in range(2)]
+    module.manual_seed_all(7)
+    torch.rand(3, device=place(1))
+    saved = ProcessRandomness().state_dict()
+    expected = [torch.rand(4, device=tensor.device).cpu() for tensor in kept]
+    module.manual_seed_all(8)
+    ProcessRandomness().load_state_dict(saved)
+    assert all(map(torch.equal, [torch.rand(4, device=tensor.device).cpu() for tensor in kept], expected)), "drawn anew"
+
+
+@bug
+def one_device_of_a_process_is_saved() -> None:
+    used = accelerator.Device.used
+    accelerator.Device.used = lambda self: used(self)[:1]  # type: ignore[method-assign]
+
+
 @bug
 def generators_are_saved_by_the_number_of_their_device() -> None:
     current = accelerator.Device.current

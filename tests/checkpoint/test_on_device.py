@@ -32,6 +32,7 @@ TOGETHER = (
     "a_rank_goes_on_with_its_sequence_on_another_device",
     "a_restore_waits_for_what_is_queued_for_its_tensors",
     "a_buffer_is_used_again_when_the_device_has_read_it",
+    "every_device_of_a_process_goes_on_with_its_sequence",
     "state_on_the_host_of_parameters_on_a_device_is_told_by_name",
     "what_is_queued_behind_a_hung_collective_is_void",
 )
@@ -83,6 +84,7 @@ BUGS = {
     "generators_are_saved_by_the_number_of_their_device": (
         "a_rank_goes_on_with_its_sequence_on_another_device", "AssertionError"
     ),
+    "one_device_of_a_process_is_saved": ("every_device_of_a_process_goes_on_with_its_sequence", "drawn anew"),
     "nobody_looks_for_graphs": ("a_step_in_a_graph_is_captured_and_never_copied_late", "AssertionError"),
     "a_restore_comes_from_ordinary_memory": ("a_restore_queues_its_chunks_and_is_proven", "AssertionError"),
     "a_restore_does_not_wait_for_the_stream": ("a_restore_waits_for_what_is_queued_for_its_tensors", "came after"),

@@ -157,10 +157,10 @@ class Device:
 
     # Random numbers.
 
-    def random_state(self) -> torch.Tensor | None:
-        """Returns the state of the current device's generator; None if torch cannot tell it."""
+    def random_state(self, index: int | None = None) -> torch.Tensor | None:
+        """Returns the state of a device's generator, of the current one without an index; None if torch cannot tell it."""
         tell = getattr(self._module(), "get_rng_state", None)
-        return tell(self.current()) if tell is not None else None
+        return tell(self.current() if index is None else torch.device(self.kind, index)) if tell is not None else None
 
     def set_random_state(self, words: torch.Tensor, index: int | None = None) -> None:
         """Continues the sequence of a device; of the current one without an index."""

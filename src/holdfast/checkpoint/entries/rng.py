@@ -1,14 +1,15 @@
 """States of random number generators as objects with `state_dict` and `load_state_dict`.
 
 `ProcessRandomness` is everything a training step may draw from: Python, NumPy (if the process has imported it), torch
-on the CPU and on the process's current device (if it uses one; a save must not be what starts it). A rank that comes back
-on another device of its node goes on with the same sequence there. Reading a generator's state waits for no device: seed
+on the CPU and on the devices that the process uses (a save must not be what starts one). A rank that comes back on another
+device of its node goes on with the same sequence there: the current device stands first, the others follow in order. Reading a generator's state waits for no device: seed
 and offset live in host memory.
 """
 
 from __future__ import annotations
 
 import array
+import logging
 import random
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.device import accelerator
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessRandomness:
@@ -38,6 +41,9 @@ class ProcessRandomness:
         words = device.random_state() if device is not None else None
         if device is not None and words is not None:
             state["device"] = {"kind": device.kind, "words": words}
+            others = [device.random_state(other.index) for other in device.used()[1:]]
+            if others:
+                state["device"]["others"] = others
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -58,6 +64,16 @@ class ProcessRandomness:
         saved = state.get("device")
         if saved is not None and saved["kind"] == device.kind:
             device.set_random_state(saved["words"])
+            others, here = saved.get("others", []), device.used()[1:]
+            if len(others) != len(here):
+                logger.warning(
+                    "random numbers of %d more devices were saved, and this process uses %d more: those go on from where they are",
+                    len(others),
+                    len(here),
+                )
+            else:
+                for other, words in zip(here, others, strict=True):
+                    device.set_random_state(words, other.index)
         for index, words in state.get("cuda", {}).items() if device.kind == "cuda" else ():
             if int(index) < device.count():  # as versions before saved it: every device by its number
                 device.set_random_state(words, int(index))
