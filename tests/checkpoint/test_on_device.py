@@ -33,7 +33,6 @@ TOGETHER = (
     "a_restore_waits_for_what_is_queued_for_its_tensors",
     "a_buffer_is_used_again_when_the_device_has_read_it",
     "every_device_of_a_process_goes_on_with_its_sequence",
-    "state_on_the_host_of_parameters_on_a_device_is_told_by_name",
     "what_is_queued_behind_a_hung_collective_is_void",
 )
 # In a process each; True: slow.
@@ -43,6 +42,7 @@ ALONE = {
     "a_script_whose_default_device_is_the_accelerator_comes_back": False,
     "host_memory_that_a_device_still_writes_is_saved_as_it_will_be": False,
     "a_note_has_what_a_device_writes_to_host_memory": False,
+    "state_on_the_host_of_parameters_on_a_device_comes_back_there": False,
     "an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy": False,
     "what_is_settled_may_be_written_on_any_stream": False,
     "a_device_far_behind_its_host_gives_no_version_up": True,

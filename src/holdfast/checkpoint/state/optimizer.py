@@ -86,7 +86,7 @@ class OptimizerPart:
         speakers = [] if self._dealt else [each for each in self.chain if overrides(each, "state_dict")]
         self._handed = OptimizerExtras(name, speakers[0] if speakers else self._stepper, self._stepper)
         self._refs: dict[int, TensorRef] = {}
-        self._told_of_host_state = False
+        self._host_state: list[str] = []  # as `_state_on_host` lists it; of the checkpoint, while that is restored
         self._rank: Group = ()
         self._inner = [] if self._dealt else list(others(name, self._stepper))
 
@@ -123,28 +123,24 @@ class OptimizerPart:
         self._live, self._loose, self._refs = {}, {}, {}
         for parameter in self._owned():  # not in the order in which state came to be: a restore may change that
             self._build_state(out, parameter, self._state.get(parameter, {}))
-        self._tell_of_host_state()
+        self._host_state = self._state_on_host()
 
-    def _tell_of_host_state(self) -> None:
-        """Warns once that a restore puts state on its parameter's device where the script keeps it on the host."""
-        if self._told_of_host_state:
-            return
+    def _state_on_host(self) -> list[str]:
+        """Lists what stands in host memory beside a parameter on a device: by key where all parameters agree, else by name.
+
+        No key is listed that torch.optim's own rule places there.
+        """
+        found: dict[str, dict[str, bool]] = {}
         for parameter in self._owned():
             for key, value in self._state.get(parameter, {}).items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.dim()
-                    and _is_on_host(value)
-                    and not _is_on_host(parameter)
-                ):
-                    self._told_of_host_state = True
-                    logger.warning(
-                        "%s keeps %r in host memory, and its parameter lies on a device: a new process restores it onto the "
-                        "device; let the script make that state before it calls restore()",
-                        self.name,
-                        key,
-                    )
-                    return
+                if isinstance(value, torch.Tensor) and type(key) is str and not _is_on_host(parameter):
+                    is_odd = _is_on_host(value) and self._on_device(parameter, key)
+                    found.setdefault(key, {})[self._owners[id(parameter)].fqn] = is_odd
+        whole = {key for key, odd in found.items() if all(odd.values())}
+        parts = (
+            f"{fqn}.{key}" for key, odd in found.items() if key not in whole for fqn, is_odd in odd.items() if is_odd
+        )
+        return sorted([*whole, *parts])
 
     def _build_state(self, out: Collector, parameter: torch.Tensor, state: Mapping[Any, Any]) -> None:
         owner = self._owners[id(parameter)]
@@ -177,6 +173,8 @@ class OptimizerPart:
         named = zip(self.optimizer.param_groups, self._names, strict=True)
         groups = [{**group, "params": names} for group, names in named]
         out.transient(f"{self.name}.param_groups", groups, group=self._group)
+        if self._host_state:
+            out.transient(f"{self.name}.host_state", self._host_state, group=self._group)
         for parameter, loose in self._loose.items():
             rest = {key: self._state[parameter][key] if ref is None else ref for key, ref in loose.items()}
             path, group = self._state_path(parameter)
@@ -226,6 +224,9 @@ class OptimizerPart:
         loading.regroup(path, self._group, self._names)
         groups = loading.claim_value(path, group=self._group, templates=self._group_tensors(loading))
         self._fits = groups is not None and self._check_groups(loading, groups)
+        place = f"{self.name}.host_state"
+        is_told = loading.layouts.resolve(place, self._group)[0] in loading.values
+        self._host_state = (loading.claim_value(place, group=self._group) or []) if is_told else []
         saved = self._saved_entries(loading)
         predicted = predict_state(self._stepper) or {}
         for parameter in self._owned():
@@ -427,6 +428,7 @@ class OptimizerPart:
     ) -> torch.Tensor | None:
         owner = self._owners[id(parameter)]
         on_device = self._on_device(parameter, key) if predicted is None else predicted.device.type == "meta"
+        on_device = on_device and not {key, f"{owner.fqn}.{key}"} & {*self._host_state}
         tensor = _skeleton(loading, entry, owner, on_device=on_device)
         if tensor is None:
             return None
