@@ -70,6 +70,61 @@ server.close()
 """
 
 
+# A fork server that imports something for seconds when a worker ends; says whether it counts as lost.
+BUSY = """
+import os, signal, socket, sys, time, types
+from holdfast.checkpoint.liveness.heartbeat_page import make_page
+from holdfast.elastic.processes import forkserver
+forkserver.TOLD_S = forkserver.ASLEEP_S = 0.2
+forkserver.IDLE_S, forkserver.WARM = 0.0, ("slow_to_import",)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "slow_to_import":
+            began.send(b"x")
+            end = time.monotonic() + 2.5
+            while time.monotonic() < end:
+                pass
+
+sys.meta_path.insert(0, Finder())
+began, seen = socket.socketpair()
+server = forkserver.ForkServer.start(lambda line, page: int(line.recv(1)))
+ours, theirs = socket.socketpair()
+child = server.fork(theirs, make_page())
+seen.recv(1)
+ours.send(b"3")
+print(child.wait(timeout=60), child.guessed, server.lost)
+server.close()
+"""
+# A fork server that was stopped for so long that it counts as lost, and goes on as it is replaced; says whether the other
+# worker lives.
+BACK = """
+import os, signal, socket, sys, select
+from holdfast.checkpoint.liveness.heartbeat_page import make_page
+from holdfast.elastic.processes import forkserver
+forkserver.TOLD_S = 0.2
+server = forkserver.ForkServer.start(lambda line, page: len(line.recv(1)))
+lines = [socket.socketpair() for _ in range(2)]
+first, other = [server.fork(theirs, make_page()) for _, theirs in lines]
+os.kill(server.pid, signal.SIGSTOP)
+lines[0][0].send(b"x")
+first.wait(timeout=60)
+os.kill(server.pid, signal.SIGCONT)
+server.close()
+print(server.lost, not select.select([other.pidfd], [], [], 1.0)[0])
+os.kill(other.pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("script", "said"), [(BUSY, ["3", "False", "False"]), (BACK, ["True", "True"])])
+def test_a_fork_server_that_works_is_not_lost_and_one_that_comes_back_kills_nobody(
+    script: str, said: list[str]
+) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert answer.stdout.split() == said, answer.stderr
+
+
 @pytest.mark.parametrize(("end", "code"), [("kill", "-9"), ("3", "3"), ("0", "0")])
 def test_the_end_of_a_worker_is_known_although_its_fork_server_is_stopped(end: str, code: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", STOPPED, end]

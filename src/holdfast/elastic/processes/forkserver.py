@@ -12,6 +12,7 @@ Must never: import the user's code, start a thread, initialise CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -38,8 +39,9 @@ WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "
 IDLE_S = 2.0
 ANSWER_TIMEOUT_S = 60.0
 CLOSE_S = 10.0
-# How long the end of a worker may stay untold before its fork server counts as lost: it may be stopped.
-TOLD_S = 10.0
+# How long the end of a worker may stay untold before its fork server counts as lost: if it is stopped, and if it sleeps. One
+# that computes, waits for a processor or for a disk imports something, and that takes as long as it takes.
+TOLD_S, ASLEEP_S = 10.0, 60.0
 _MAX_MESSAGE = 1 << 16
 
 # The launcher handles these in any case, so the programs that it starts have the default.
@@ -118,7 +120,8 @@ class ForkServer:
         self._unread = b""
         self._forked: list[int] = []
         self._exits: dict[int, int] = {}
-        self._untold: dict[int, float] = {}  # who ended, as the kernel says, and when that was seen first
+        # Who ended, as the kernel says, and since when the fork server does nothing although it could have told it.
+        self._untold: dict[int, tuple[float, object]] = {}
         self._refused: list[str] = []
         self._guessed: set[int] = set()
         self._ready = True
@@ -218,13 +221,16 @@ class ForkServer:
         return self._exits.get(pid)
 
     def _miss(self, pid: int) -> None:
-        """A child has ended. If nobody awaits it for long, the fork server is lost."""
-        now = time.monotonic()
-        if now - self._untold.setdefault(pid, now) > TOLD_S and _code_of_zombie(pid) is not None:
+        """A child has ended. If the fork server does not tell it and does nothing else either, it is lost."""
+        now, (is_stopped, work) = time.monotonic(), _work_of(self.pid)
+        since, before = self._untold.setdefault(pid, (now, work))
+        if work != before:
+            self._untold[pid] = now, work
+        elif now - since > (TOLD_S if is_stopped else ASLEEP_S) and _code_of_zombie(pid) is not None:
             self.lost = True
             logger.error(
                 "the process that workers are forked from (%d) does not tell that process %d ended, for %.0f s: it counts as "
-                "lost; those that live go on", self.pid, pid, TOLD_S,
+                "lost; those that live go on", self.pid, pid, now - since,
             )  # fmt: skip
 
     def await_news(self, timeout_s: float) -> None:
@@ -254,7 +260,10 @@ class ForkServer:
                 self._forked.append(told["pid"])
 
     def close(self) -> None:
-        """The fork server ends, and kills the workers that are left."""
+        """The fork server ends, and kills the workers that are left; one that is lost leaves them alone."""
+        if self.lost:  # it may come back to itself, find the line closed, and kill those that live
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         self._link.close()
         killed, deadline = False, time.monotonic() + CLOSE_S
         try:
@@ -425,6 +434,17 @@ def _code_of_zombie(pid: int) -> int | None:
         return None
     # proc_pid_stat(5): field 52, in the form of waitpid(2); zero for who may not know it.
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == b"Z" and is_ours else None
+
+
+def _work_of(pid: int) -> tuple[bool, object]:
+    """Return whether a process is stopped, and what differs from look to look while it works, or would."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rsplit(b")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False, None
+    # proc_pid_stat(5): state, and the ticks of its threads in user and kernel mode.
+    return fields[0] in (b"T", b"t"), object() if fields[0] in (b"R", b"D") else (fields[11], fields[12])
 
 
 def _lives(pid: int) -> bool:
