@@ -288,7 +288,12 @@ class KeeperLink:
             self._mending.start()
 
     def wait_mended(self, timeout_s: float) -> bool:
-        """Return whether a keeper is there, after an attempt to replace a dead one."""
+        """Return whether a keeper is there, after an attempt to replace a dead one, also one that died this moment."""
+        client = self.client
+        if client is not None and not client.answers(ASK_S):
+            until = time.monotonic() + ASK_S
+            while client.alive and time.monotonic() < until:  # a keeper that is frozen stays
+                time.sleep(0.01)
         self.mend()
         thread = self._mending
         if thread is not None:
