@@ -423,7 +423,12 @@ def host_memory_that_a_device_still_writes_is_saved_as_it_will_be() -> None:
         for value in host.values():
             value.zero_()
         again = holdfast.Checkpointer(root / "job", model=model, optimizer=optimizer, host=host, config=config)
+        simulated.sleep(2.0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                host[name].copy_(parameter * 0, non_blocking=True)  # queued before the restore
         assert again.restore() == 3
+        torch.accelerator.synchronize()
         assert all(torch.equal(host[name], value) for name, value in expected.items()), "of another step"
         again.close()
 
@@ -1016,17 +1021,18 @@ def every_device_of_a_process_goes_on_with_its_sequence() -> None:
     kept = [torch.ones(1, device=place(index)) for index in range(2)]
     module.manual_seed_all(7)
     torch.rand(3, device=place(1))
+    torch.accelerator.set_device_index(1)
     saved = ProcessRandomness().state_dict()
     expected = [torch.rand(4, device=tensor.device).cpu() for tensor in kept]
     module.manual_seed_all(8)
+    torch.accelerator.set_device_index(0)  # which is the current one then has no say
     ProcessRandomness().load_state_dict(saved)
     assert all(map(torch.equal, [torch.rand(4, device=tensor.device).cpu() for tensor in kept], expected)), "drawn anew"
 
 
 @bug
 def one_device_of_a_process_is_saved() -> None:
-    used = accelerator.Device.used
-    accelerator.Device.used = lambda self: used(self)[:1]  # type: ignore[method-assign]
+    accelerator.Device.used = lambda self: [self.current()]  # type: ignore[method-assign]
 
 
 @bug

@@ -102,9 +102,15 @@ class Device:
 
     def used(self) -> list[torch.device]:
         """Returns the current device of this thread, and the others on which this process has memory; begins none."""
-        current, has_memory = self.current(), getattr(self._module(), "memory_allocated", None)
-        others = [torch.device(self.kind, i) for i in range(self.count()) if i != current.index]
-        return [current, *(device for device in others if has_memory is not None and has_memory(device))]
+        current = self.current()
+        return [current, *(device for device in self.with_memory() if device.index != current.index)]
+
+    def with_memory(self) -> list[torch.device]:
+        """Returns the devices on which this process has memory; begins none. The current one where torch cannot tell."""
+        has_memory = getattr(self._module(), "memory_allocated", None)
+        if has_memory is None:
+            return [self.current()]
+        return [device for i in range(self.count()) if has_memory(device := torch.device(self.kind, i))]
 
     def reset(self) -> None:
         """Makes the current device and stream what a new process has, and gives a share of memory back that was limited."""

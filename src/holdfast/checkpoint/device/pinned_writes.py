@@ -54,7 +54,7 @@ class PinnedWrites:
         if device is None or not self._is_pinned(gathered):
             return True
         try:
-            events = tuple(device.record(device.current_stream(used)) for used in device.used())
+            events = tuple(device.record(device.current_stream(used)) for used in device.with_memory())
         except RuntimeError:  # a device in error
             return False
         return accelerator.wait(events, deadline_s)

@@ -2,7 +2,7 @@
 
 `ProcessRandomness` is everything a training step may draw from: Python, NumPy (if the process has imported it), torch
 on the CPU and on the devices that the process uses (a save must not be what starts one). A rank that comes back on another
-device of its node goes on with the same sequence there: the current device stands first, the others follow in order. Reading a generator's state waits for no device: seed
+device of its node goes on with the same sequence there; of several devices each goes on with that of its place in their order. Reading a generator's state waits for no device: seed
 and offset live in host memory.
 """
 
@@ -41,9 +41,9 @@ class ProcessRandomness:
         words = device.random_state() if device is not None else None
         if device is not None and words is not None:
             state["device"] = {"kind": device.kind, "words": words}
-            others = [device.random_state(other.index) for other in device.used()[1:]]
-            if others:
-                state["device"]["others"] = others
+            used = sorted(other.index for other in device.used())
+            if len(used) > 1:
+                state["device"]["all"] = [device.random_state(index) for index in used]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -63,17 +63,17 @@ class ProcessRandomness:
             return
         saved = state.get("device")
         if saved is not None and saved["kind"] == device.kind:
-            device.set_random_state(saved["words"])
-            others, here = saved.get("others", []), device.used()[1:]
-            if len(others) != len(here):
+            each, here = saved.get("all", [saved["words"]]), sorted(used.index for used in device.used())
+            if len(each) == len(here):
+                for index, words in zip(here, each, strict=True):
+                    device.set_random_state(words, index)
+            else:
+                device.set_random_state(saved["words"])
                 logger.warning(
-                    "random numbers of %d more devices were saved, and this process uses %d more: those go on from where they are",
-                    len(others),
+                    "random numbers of %d devices were saved, and this process uses %d: only its current one goes on with them",
+                    len(each),
                     len(here),
                 )
-            else:
-                for other, words in zip(here, others, strict=True):
-                    device.set_random_state(words, other.index)
         for index, words in state.get("cuda", {}).items() if device.kind == "cuda" else ():
             if int(index) < device.count():  # as versions before saved it: every device by its number
                 device.set_random_state(words, int(index))

@@ -19,9 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, UsageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.base.progress_report import Meter, progress_text
+from holdfast.checkpoint.device import chunk_staging
+from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.entries.entries import Loading, left_out_text, listed
 from holdfast.checkpoint.entries.types import Group, LoadRecord, SavedTensor
 from holdfast.checkpoint.job import collectives
@@ -181,6 +183,7 @@ class Restorer:
                 "asked for a fresh start; the newest versions of the run before stay until `holdfast rm` removes them",
             )
         else:
+            collectives.together(self._job.group, self._await_pinned)
             report = self._living() if live and wanted is None else None
             remains.forget()  # what was not used is about to be overwritten
             if report is None:
@@ -288,6 +291,14 @@ class Restorer:
         )
 
     # One attempt, on this rank.
+
+    def _await_pinned(self) -> None:
+        """What the script queued for pinned memory of the state must not come behind what is loaded."""
+        if not PinnedWrites().end(self._state.gather(), chunk_staging.TAKE_S):
+            raise UsageError(
+                f"a device does not come to what it writes to pinned memory of the state within {chunk_staging.TAKE_S:g} s",
+                remedy="synchronize the device before restore(), or start this process anew",
+            )
 
     def _is_layout(self, choice: Choice) -> bool:
         """Return whether this rank would save the very bundles of the version: then each is loaded whole."""
