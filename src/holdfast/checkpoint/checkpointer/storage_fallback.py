@@ -129,7 +129,7 @@ class StorageFallback:
             return False
         deadline = time.monotonic() + self._config.close_timeout_s
         try:
-            while last.reached < Level.CAPTURED and not last.given_up and time.monotonic() < deadline:
+            while last.reached < Level.CAPTURED and time.monotonic() < deadline:
                 trouble = self._trouble(saver)
                 if self._boards is None:
                     return bool(trouble) and self._down(run, saver, trouble)
