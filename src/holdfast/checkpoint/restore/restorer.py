@@ -293,7 +293,7 @@ class Restorer:
     # One attempt, on this rank.
 
     def _await_pinned(self) -> None:
-        """What the script queued for pinned memory of the state must not come behind what is loaded."""
+        """Waits for what the script queued for pinned memory of the state, so that it does not come behind what is loaded."""
         if not PinnedWrites().end(self._state.gather(), chunk_staging.TAKE_S):
             raise UsageError(
                 f"a device does not come to what it writes to pinned memory of the state within {chunk_staging.TAKE_S:g} s",
