@@ -86,7 +86,8 @@ class OptimizerPart:
         speakers = [] if self._dealt else [each for each in self.chain if overrides(each, "state_dict")]
         self._handed = OptimizerExtras(name, speakers[0] if speakers else self._stepper, self._stepper)
         self._refs: dict[int, TensorRef] = {}
-        self._host_state: list[str] = []  # as `_state_on_host` lists it; of the checkpoint, while that is restored
+        self._host_state: list[str] = []  # as `_state_on_host` lists it
+        self._saved_on_host: frozenset[str] = frozenset()  # the same of the checkpoint that is restored
         self._rank: Group = ()
         self._inner = [] if self._dealt else list(others(name, self._stepper))
 
@@ -130,11 +131,14 @@ class OptimizerPart:
 
         No key is listed that torch.optim's own rule places there.
         """
+        options = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         found: dict[str, dict[str, bool]] = {}
         for parameter in self._owned():
+            if _is_on_host(parameter):
+                continue
             for key, value in self._state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and type(key) is str and not _is_on_host(parameter):
-                    is_odd = _is_on_host(value) and self._on_device(parameter, key)
+                if isinstance(value, torch.Tensor) and type(key) is str:
+                    is_odd = _is_on_host(value) and _lies_on_device(key, options.get(id(parameter), {}))
                     found.setdefault(key, {})[self._owners[id(parameter)].fqn] = is_odd
         whole = {key for key, odd in found.items() if all(odd.values())}
         parts = (
@@ -226,7 +230,7 @@ class OptimizerPart:
         self._fits = groups is not None and self._check_groups(loading, groups)
         place = f"{self.name}.host_state"
         is_told = loading.layouts.resolve(place, self._group)[0] in loading.values
-        self._host_state = (loading.claim_value(place, group=self._group) or []) if is_told else []
+        self._saved_on_host = frozenset((loading.claim_value(place, group=self._group) or ()) if is_told else ())
         saved = self._saved_entries(loading)
         predicted = predict_state(self._stepper) or {}
         for parameter in self._owned():
@@ -428,7 +432,7 @@ class OptimizerPart:
     ) -> torch.Tensor | None:
         owner = self._owners[id(parameter)]
         on_device = self._on_device(parameter, key) if predicted is None else predicted.device.type == "meta"
-        on_device = on_device and not {key, f"{owner.fqn}.{key}"} & {*self._host_state}
+        on_device = on_device and self._saved_on_host.isdisjoint((key, f"{owner.fqn}.{key}"))
         tensor = _skeleton(loading, entry, owner, on_device=on_device)
         if tensor is None:
             return None
@@ -437,9 +441,9 @@ class OptimizerPart:
         return loading.tensor(live.shard.name) if live is not None and loading.claim(live, tensor) else None
 
     def _on_device(self, parameter: torch.Tensor, key: str) -> bool:
-        """Return whether state of a class that cannot be asked lies on the parameter's device; the rule of torch.optim."""
+        """Return whether state of a class that cannot be asked lies on the parameter's device."""
         group = next((g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])), {})
-        return key != "step" or bool(group.get("fused") or group.get("capturable"))
+        return _lies_on_device(key, group)
 
     def _install(self, state: Mapping[torch.Tensor, dict[Any, Any]]) -> None:
         optimizer = self._stepper
@@ -468,6 +472,11 @@ def _stepper_of(name: str, optimizer: Optimizer) -> Optimizer:
             remedy="do not let ZeroRedundancyOptimizer overlap with DDP, or shard with fully_shard",
         )
     return inner
+
+
+def _lies_on_device(key: str, options: Mapping[str, Any]) -> bool:
+    """Return whether state lies on its parameter's device by the rule of torch.optim, for a group of these options."""
+    return key != "step" or bool(options.get("fused") or options.get("capturable"))
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
