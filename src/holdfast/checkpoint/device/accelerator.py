@@ -294,9 +294,13 @@ def caught_up(tensors: Iterable[torch.Tensor], deadline_s: float) -> bool:
     MUST come before the host reads a device's memory: that read would wait as well, for a device that hangs without an end,
     and hear no signal. A device in error never catches up. True if all tensors are in host memory.
     """
-    found = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    return all_done({tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}, deadline_s)
+
+
+def all_done(devices: Iterable[torch.device], deadline_s: float) -> bool:
+    """Waits at most so many seconds until the devices have done all that this thread queued for them; else as `caught_up`."""
     try:
-        events = tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found)
+        events = tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in devices)
     except RuntimeError as error:
         logger.info("a device does not work any more: %s", error)
         return False

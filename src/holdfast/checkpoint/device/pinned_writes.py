@@ -53,11 +53,7 @@ class PinnedWrites:
         device = accelerator.in_use()
         if device is None or not self._is_pinned(gathered):
             return True
-        try:
-            events = tuple(device.record(device.current_stream(used)) for used in device.with_memory())
-        except RuntimeError:  # a device in error
-            return False
-        return accelerator.wait(events, deadline_s)
+        return accelerator.all_done(device.with_memory(), deadline_s)
 
     def _is_pinned(self, gathered: StateTensors) -> bool:
         if gathered.storages != self._storages:

@@ -2,8 +2,8 @@
 
 `ProcessRandomness` is everything a training step may draw from: Python, NumPy (if the process has imported it), torch
 on the CPU and on the devices that the process uses (a save must not be what starts one). A rank that comes back on another
-device of its node goes on with the same sequence there; of several devices each goes on with that of its place in their order. Reading a generator's state waits for no device: seed
-and offset live in host memory.
+device of its node goes on with the same sequence there; of several devices each goes on with that of its place in their
+order. Reading a generator's state waits for no device: seed and offset live in host memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ProcessRandomness:
         words = device.random_state() if device is not None else None
         if device is not None and words is not None:
             state["device"] = {"kind": device.kind, "words": words}
-            used = sorted(other.index for other in device.used())
+            used = sorted(other.index for other in device.used()) if device.count() > 1 else []
             if len(used) > 1:
                 state["device"]["all"] = [device.random_state(index) for index in used]
         return state

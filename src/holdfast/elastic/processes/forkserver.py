@@ -438,18 +438,22 @@ def _code_of_zombie(pid: int) -> int | None:
 
 def _work_of(pid: int) -> tuple[bool, object]:
     """Return whether a process is stopped, and what differs from look to look while it works, or would."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rsplit(b")", 1)[1].split()
-    except (FileNotFoundError, ProcessLookupError):
+    fields = _stat(pid)
+    if not fields:
         return False, None
-    # proc_pid_stat(5): state, and the ticks of its threads in user and kernel mode.
+    # Fields 14 and 15: ticks of its threads in user and kernel mode.
     return fields[0] in (b"T", b"t"), object() if fields[0] in (b"R", b"D") else (fields[11], fields[12])
 
 
 def _lives(pid: int) -> bool:
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in (b"Z", b"X")
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return the fields of proc_pid_stat(5) from the state on, which is field 3; none if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rsplit(b")", 1)[1].split()[0] not in (b"Z", b"X")
+            return file.read().rsplit(b")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return []
