@@ -426,7 +426,7 @@ while not (here / "go").exists():
 def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(OUTLIVES_TERMINAL)
     environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
-    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *LAUNCH, "--standalone", "script.py"]
+    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *LAUNCH, "script.py"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
         try:
             wait_for((tmp_path / "pid").exists, "the rank", str)

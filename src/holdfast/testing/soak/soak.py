@@ -81,6 +81,10 @@ class Soak:
                 found[rank] = (int(pid), float(at))
         return found
 
+    def pids(self) -> dict[int, int]:
+        """Return, of every rank, the process that made its newest step."""
+        return {rank: pid for rank, (pid, _) in self.newest().items()}
+
     def wait(self, since: float, gone: Sequence[int] = ()) -> None:
         """Until both ranks have made steps after that moment, in processes that are not `gone`."""
         deadline = time.monotonic() + BACK_S
@@ -98,7 +102,7 @@ class Soak:
         """One fault, until the job trains again; its kind."""
         kind = self.chance.choices(list(KINDS), list(KINDS.values()))[0]
         rank, at = self.chance.choice(RANKS), time.time()
-        pids = {r: pid for r, (pid, _) in self.newest().items()}
+        pids = self.pids()
         victims = [pids[rank]]
         if kind in ("raise", "exit"):
             unfinished = self.home / f".hit-{rank}"
@@ -135,7 +139,7 @@ class Soak:
         """One rank does what is healthy and looks odd; returns its name when both train on, as the processes they were."""
         name, rank = names[sum(self.oddities.values()) % len(names)], self.chance.choice(RANKS)
         self.wait(time.time())  # a survivor of the last fault may be renewed after its last step
-        before = {r: pid for r, (pid, _) in self.newest().items()}
+        before = self.pids()
         lived = self.home / f"lived-{rank}"
         lived.unlink(missing_ok=True)
         unfinished = self.home / f".oddity-{rank}"
@@ -143,7 +147,7 @@ class Soak:
         unfinished.rename(self.home / f"oddity-{rank}")
         deadline = time.monotonic() + ODDITY_S
         while not lived.exists():
-            now = {r: pid for r, (pid, _) in self.newest().items()}
+            now = self.pids()
             dead = [pid for pid in before.values() if not psutil.pid_exists(pid)]
             if now != before or dead or time.monotonic() > deadline:
                 raise SoakFailure(
@@ -154,7 +158,7 @@ class Soak:
             if self.chance.random() < 0.1:
                 self.sample()
         self.wait(time.time())
-        now = {r: pid for r, (pid, _) in self.newest().items()}
+        now = self.pids()
         if now != before:
             raise SoakFailure(f"rank {rank} did {name!r}: the ranks were processes {before} and are {now}")
         self.oddities[name] += 1
@@ -172,7 +176,7 @@ class Soak:
     def _roles(self) -> dict[str, list[psutil.Process]]:
         assert self.launcher is not None
         roles: dict[str, list[psutil.Process]] = {"launcher": [psutil.Process(self.launcher.pid)]}
-        roles["rank"] = [psutil.Process(pid) for pid, _ in self.newest().values() if psutil.pid_exists(pid)]
+        roles["rank"] = [psutil.Process(pid) for pid in self.pids().values() if psutil.pid_exists(pid)]
         roles["keeper"] = keepers_under(self.home / "run")
         return roles
 

@@ -2,7 +2,8 @@
 
 soak_train.py HOME [STEPS]: with STEPS it trains so many without holdfast and without a pause, as the yardstick. Every rank
 appends `step digest pid time` to HOME/steps-<rank> (or reference-<rank>). A file HOME/hit-<rank> makes it raise or exit, a
-file HOME/oddity-<rank> do what a file of the user's calls by a name; HOME/lived-<rank> tells that this ended. Sums have two terms, so every run of a step is bit-equal.
+file HOME/oddity-<rank> do what a file of the user's calls by a name; HOME/lived-<rank> tells that this ended. Sums have two
+terms, so every run of a step is bit-equal.
 """
 
 from __future__ import annotations
