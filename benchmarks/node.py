@@ -214,7 +214,8 @@ def load(report: Report, home: Path, mib: int, rounds: int) -> None:
         with holdfast.Checkpointer(root, model=model, overlap=False, config=config) as checkpointer:
             seconds = timed(checkpointer.restore)
             found = checkpointer.last_restore
-            assert found is not None and found.bytes.keys() == {"storage"}, found
+            assert found is not None
+            assert found.bytes.keys() == {"storage"}, found
             parts.append(", ".join(f"{name} {1e3 * took:.0f}" for name, took in found.seconds.items()))
         return seconds
 
