@@ -191,6 +191,8 @@ class Checkpointer:
             MemoryRefused, KeeperNotStarted: the memory level cannot be had, and `require_memory` is set.
             InUse: another job works on the path, or another process is this rank.
             StorageError: the path refuses, or a durable version cannot be read and an older one would have to be taken.
+
+        After CorruptError or StorageError the objects may be filled in part: restore again before they are used.
         """
         if self.off:
             logger.warning("%s is set: nothing is restored and nothing is saved", settings.DISABLE_VARIABLE)
