@@ -70,6 +70,20 @@ def test_what_torchtitan_is_told_of_steps_keeps_its_meaning(tmp_path: Path) -> N
         assert steps(made, 5, "--load-step", "4") == {4}
 
 
+def test_a_run_that_goes_back_to_a_step_does_so_once(tmp_path: Path) -> None:
+    """Killed and started again by the launcher, it keeps what it made since; a new launch of the same recipe goes back again."""
+    with Workshop(tmp_path) as made:
+        root = made.directory("steps")
+        assert steps(made, 4, "--interval", "2") == {0}
+        back = ("--way", "fsdp", "--keep", "9", "--load-step", "2")
+        dying = Door(starter(WORKER, *back, "--kill", "4", launcher=HOLDFAST_RUN), environment=SOURCE)
+        told = made.run(dying, Task(root, 2, 6))
+        assert (root / "killed").exists()
+        assert set(told.starts.values()) == {4}
+        again = Door(starter(WORKER, *back, launcher=HOLDFAST_RUN), environment=SOURCE)
+        assert set(made.run(again, Task(root, 2, 6)).starts.values()) == {2}
+
+
 def test_a_checkpoint_of_torchtitans_own_counts_if_it_is_of_a_later_step(tmp_path: Path) -> None:
     with Workshop(tmp_path) as made:
         assert steps(made, 4, "--plain", "--interval", "2") == {0}
