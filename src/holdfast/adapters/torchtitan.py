@@ -184,7 +184,7 @@ def _objects(states: Mapping[str, Any], excluded: list[str], begun: Mapping[str,
 
 
 def _begun(values: Mapping[str, Any], rank: int) -> Any:
-    """What a version says of how its run began; None if it says nothing."""
+    """Return what a version says of how its run began; None if it says nothing."""
     for name in (f"rank{rank}/trainer", "trainer", "rank0/trainer"):
         if name in values:
             return values[name].get(_BEGUN)
