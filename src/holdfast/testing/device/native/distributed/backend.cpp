@@ -160,7 +160,7 @@ class Backend final : public c10d::Backend {
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
-    return queue(OpType::REDUCE_SCATTER_TENSOR_COALESCED, inputs, outputs, [this, op = options.reduceOp](Tensors in) {
+    return queue(OpType::COALESCED, inputs, outputs, [this, op = options.reduceOp](Tensors in) {
       Tensors parts;
       for (const auto& tensor : in) parts.push_back(reduced_part(tensor, op));
       return parts;
