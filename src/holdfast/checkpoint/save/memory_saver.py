@@ -409,7 +409,7 @@ class Saver:
         return view
 
     def _behind(self) -> Callable[[], bool] | None:
-        """Whether it is too early to give a version up for want of a slot; None: it never is, without a device.
+        """Return a question: whether it is too early to give a version up for want of a slot. None without a device: it never is.
 
         What other ranks hold becomes free when *their* devices have copied, and those are behind their hosts as ours is.
         Collectives keep devices together: once ours has come to this save, others have come to the one before. Only then
