@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 from pathlib import Path
 
 import deepspeed
 import torch
+from kill_once import kill_once
 from torch import nn
 
 import holdfast.adapters.deepspeed as hf
@@ -69,13 +68,6 @@ def main() -> None:
     print(f"state {rank} {adapter_output.digest(state(engine))}", flush=True)
     engine.destroy()
     torch.distributed.destroy_process_group()
-
-
-def kill_once(marker: Path) -> None:
-    """Ends this process in the middle of a step; the marker outlives it."""
-    if not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def state(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:

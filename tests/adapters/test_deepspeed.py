@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from doors_kit import SOURCE, TORCHRUN, starter
+from doors_kit import HOLDFAST_RUN, SOURCE, TORCHRUN, starter
 from holdfast.base.events import Events
 from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop
 from holdfast.tiers.storage.version_store import open_storage
@@ -78,7 +78,7 @@ def test_of_two_ranks_one_is_killed_between_two_batches_of_a_step(way: str, work
     """The launcher starts both again; gradients are accumulated, as users do."""
     accumulating = ("--accumulate", "2")
     whole = workshop.run(door(way, *accumulating), Task(workshop.directory("accumulated"), 2, 6))
-    killed = door(way, *accumulating, "--kill", "3", launcher="holdfast.adapters.zero.launcher")
+    killed = door(way, *accumulating, "--kill", "3", launcher=HOLDFAST_RUN)
     told = workshop.run(killed, Task(workshop.directory("one"), 2, 6))
     assert set(told.starts.values()) == {3}
     assert told.steps == whole.steps

@@ -39,6 +39,8 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot, survivor_state
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.core.model import Version
+from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.messages import NO_SLOT, Begin, Begun
 from holdfast.testing import device as simulated
 from holdfast.tiers.memory.slots import Slot
 
@@ -610,6 +612,34 @@ def a_device_far_behind_its_host_gives_no_version_up() -> None:
         split = job.checkpointer._run.saver._split  # type: ignore[union-attr]
         assert len(split.late) >= 4, "nothing was proven"
         job.checkpointer.close()
+        assert not job.given_up(), job.given_up()
+
+
+@case
+def a_save_is_not_given_up_for_want_of_a_slot_before_its_device_came_to_it() -> None:
+    """What other ranks hold becomes free when their devices have come that far, and those go with ours."""
+    call = KeeperClient._call
+    finals: list[bool] = []  # whether the device had done what was queued, when there was no more time
+
+    def asked(self: Any, request: Any, *rest: Any) -> Any:
+        if isinstance(request, Begin):
+            if not request.final:
+                time.sleep(0.05)
+                return Begun(slot_id=NO_SLOT, reason="others hold theirs"), []
+            finals.append(bool(event.query()))
+        return call(self, request, *rest)
+
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        KeeperClient._call = asked  # type: ignore[method-assign]
+        for number in range(3):
+            simulated.sleep(0.3)
+            event = torch.Event(place())
+            event.record()
+            job.step(number)
+        job.checkpointer.close()
+        assert finals == [True] * 3, finals
         assert not job.given_up(), job.given_up()
 
 

@@ -46,6 +46,7 @@ ALONE = {
     "an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy": False,
     "what_is_settled_may_be_written_on_any_stream": False,
     "a_device_far_behind_its_host_gives_no_version_up": True,
+    "a_save_is_not_given_up_for_want_of_a_slot_before_its_device_came_to_it": False,
     "a_host_ahead_of_its_device_is_not_held_up": False,
     "a_host_five_seconds_ahead_of_its_device_is_not_held_up": True,
     "saves_take_no_memory_of_the_device_to_speak_of": False,

@@ -307,6 +307,25 @@ def all_done(devices: Iterable[torch.device], deadline_s: float) -> bool:
     return wait(events, deadline_s)
 
 
+class Behind:
+    """Tells whether devices of this process have not done yet what this thread had queued when it was first asked."""
+
+    def __init__(self) -> None:
+        self._events: tuple[torch.Event, ...] | None = None
+
+    def __call__(self) -> bool:
+        """Returns whether one has not. Does not wait. A device in error will not, so it is not behind."""
+        try:
+            if self._events is None:
+                interface = in_use()
+                devices = interface.with_memory() if interface is not None else []
+                self._events = tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in devices)
+            return not all(event.query() for event in self._events)
+        except RuntimeError as error:
+            logger.info("a device does not work any more: %s", error)
+            return False
+
+
 def healthy(deadline_s: float) -> bool:
     """Returns whether each device that this process uses runs one more kernel within so many seconds. True without a device.
 
