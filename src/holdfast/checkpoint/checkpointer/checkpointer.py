@@ -177,6 +177,7 @@ class Checkpointer:
 
         Collective: every rank calls it, after the process group exists. 0 on a fresh start, and with HOLDFAST_DISABLE=1.
         Call it before training, and again to go back to a version in the middle of it. All ranks raise the same class.
+        After CorruptError or StorageError objects may be filled in part.
 
         Args:
             version: only this one, as `ls` names it.
@@ -191,8 +192,6 @@ class Checkpointer:
             MemoryRefused, KeeperNotStarted: the memory level cannot be had, and `require_memory` is set.
             InUse: another job works on the path, or another process is this rank.
             StorageError: the path refuses, or a durable version cannot be read and an older one would have to be taken.
-
-        After CorruptError or StorageError the objects may be filled in part: restore again before they are used.
         """
         if self.off:
             logger.warning("%s is set: nothing is restored and nothing is saved", settings.DISABLE_VARIABLE)
