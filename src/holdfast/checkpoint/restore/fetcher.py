@@ -43,7 +43,7 @@ class Fault:
 
 
 def fault_of(bundle_id: str, node: int | None, error: HoldfastError) -> Fault:
-    """What was met with a copy; where it was met is told of those that may be good."""
+    """Return what was met with a copy; of one that may be good also where."""
     place = "" if error.condemns or not error.where else f" [{error.where}]"
     return Fault(bundle_id, node, error.what + place, type(error))
 
