@@ -104,6 +104,16 @@ def test_a_tag_means_its_step_and_so_many_saves_go_to_storage_as_were_asked_for(
     assert (root / "latest").read_text() == "global_step6", "left as it was"
 
 
+def test_a_tag_that_the_script_counts_in_its_own_way_is_no_version_of_that_step(way: str, workshop: Workshop) -> None:
+    """Each step has two batches, and the script counts those: "global_step4" is what stood behind the second step."""
+    if way != "zero2":
+        pytest.skip("one is enough")
+    root = workshop.directory("own tags")
+    workshop.run(door(way, "--count-by", "2"), Task(root, 2, 5))
+    back = workshop.run(door(way, "--count-by", "2", "--tag", "global_step4"), Task(root, 2, 5))
+    assert set(back.starts.values()) == {2}
+
+
 def test_deepspeed_alone_loads_what_latest_names(way: str, workshop: Workshop) -> None:
     """The same state of every rank, by DeepSpeed's own loader from its own files, without holdfast."""
     root = workshop.directory("native")
