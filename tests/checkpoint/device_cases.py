@@ -246,6 +246,7 @@ def a_model_on_the_second_device_starts_nothing_on_the_first() -> None:
         assert accelerator.device_of(simulated.name()).current() == place(0), "the current device is the user's"
         assert bool((target == 1).all())
         assert streams.unpin(20.0)
+    assert accelerator.healthy(20.0)
     assert not simulated.is_started(0), "a context was made on a device that belongs to another rank"
 
 
