@@ -34,6 +34,7 @@ from holdfast.keeper.rpc.messages import Assembly, ImageSpan, Inventory, Message
 from holdfast.tiers.memory import slots as slot_memory
 from holdfast.tiers.memory.slots import Slot
 from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.unread_chunks import UnreadChunks
 from holdfast.tiers.wire import frames
 
 __all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot", "VersionLevel"]
@@ -61,6 +62,7 @@ class Located:
         source: where it was, cheapest first: own slot, another slot of this node, another node, storage.
         seconds: what the keeper spent to make it present; 0 if it was.
         chunks: `view` is only this run (first, end) of its chunks; None: the whole image.
+        unread: reads what is not in `view` yet, of which the header and the values are; None: all of it is.
     """
 
     ref: BundleRef
@@ -69,6 +71,7 @@ class Located:
     source: Source
     seconds: float
     chunks: tuple[int, int] | None = None
+    unread: UnreadChunks | None = None
 
 
 @dataclass(frozen=True, slots=True)
