@@ -8,7 +8,7 @@ job over the median of the later ones. `gather_ms` (told): looking at the state 
 `question_p99_ms` (told): a question to the keeper of a rank that does nothing else.
 
 Where a store gives each stream STREAM_MIB_PER_S: `write_stream_share` and `read_stream_share` are the rate of one bundle by at
-most 8 streams over that of 8 such streams (the first, which begins with 4, and the best are told). `durable_ratio_to_dcp` is the
+most 8 streams over that of 8 such streams (the first, which begins with 8, and the best are told). `durable_ratio_to_dcp` is the
 seconds of a save to durable, by as many streams as are learnt, over those of DCP's FileSystemWriter with 8 threads, in turn.
 
 `load_ratio_to_torch_load`: `restore()` of a rank whose keeper runs and holds nothing, from files in the page cache into
