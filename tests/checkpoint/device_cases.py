@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.base.errors import LevelNotReached
+from holdfast.base.errors import DeviceError, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import bounce_buffers, mutation_check, side_stream_copy
 from holdfast.checkpoint.capture.copy_plan import batches
@@ -32,6 +32,7 @@ from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.device import accelerator, chunk_staging, pinned_writes
 from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.job.collectives import Alone, together
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.pipeline import timers
 from holdfast.checkpoint.save import memory_saver
@@ -246,6 +247,7 @@ def a_model_on_the_second_device_starts_nothing_on_the_first() -> None:
         assert accelerator.device_of(simulated.name()).current() == place(0), "the current device is the user's"
         assert bool((target == 1).all())
         assert streams.unpin(20.0)
+    assert accelerator.healthy(20.0)
     assert not simulated.is_started(0), "a context was made on a device that belongs to another rank"
 
 
@@ -1006,6 +1008,22 @@ def a_device_that_works_is_told_from_one_that_does_not() -> None:
 @bug
 def nobody_asks_the_device() -> None:
     accelerator.healthy = lambda _: True
+
+
+@case
+def a_device_that_fails_a_restore_is_named_with_a_remedy() -> None:
+    with pytest.raises(DeviceError, match=r"no memory left.*free memory of the device") as caught:
+        together(Alone(), lambda: torch.ones(1 << 50, device=place()))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        job.step(0)
+        job.handles[0].wait("captured", 20)
+        simulated.fault(now=True)
+        with pytest.raises(DeviceError, match=r"a device failed.*end this process"):
+            job.checkpointer.restore()
+        job.checkpointer.abandon()
 
 
 @case

@@ -55,6 +55,7 @@ ALONE = {
     "a_step_behind_a_hung_collective_is_not_live": False,
     "a_step_that_the_device_finished_is_live": False,
     "a_device_that_works_is_told_from_one_that_does_not": False,
+    "a_device_that_fails_a_restore_is_named_with_a_remedy": False,
     "a_faulted_device_gives_versions_up_and_raises_nothing_of_ours": True,
     "a_step_in_a_graph_is_captured_and_never_copied_late": False,
     "a_restore_queues_its_chunks_and_is_proven": False,
