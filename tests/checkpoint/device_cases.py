@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.base.errors import LevelNotReached
+from holdfast.base.errors import DeviceError, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import bounce_buffers, mutation_check, side_stream_copy
 from holdfast.checkpoint.capture.copy_plan import batches
@@ -32,6 +32,7 @@ from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.device import accelerator, chunk_staging, pinned_writes
 from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.job.collectives import Alone, together
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.pipeline import timers
 from holdfast.checkpoint.save import memory_saver
@@ -136,6 +137,34 @@ def what_is_freed_while_it_is_copied_is_copied() -> None:
         assert bool((target == 3).all()), "another tensor's memory was copied"
         assert float(other[0]) == -1
         assert streams.unpin(20.0)
+
+
+@case
+def what_was_queued_before_an_error_is_waited_for() -> None:
+    """Its slot would be given away, and written to by the device."""
+    streams, copy = SideStreams(), torch._foreach_copy_
+    sources = [torch.full((MIB,), 3.0, device=place()) for _ in range(2)]
+
+    def some(targets: Any, of: Any, **options: Any) -> None:
+        copy(targets[:1], of[:1], **options)
+        raise RuntimeError("planted")
+
+    with slot_of(2 * sources[0].nbytes) as (slot, memory):
+        streams.pin(slot, place())
+        simulated.sleep(0.5)
+        torch._foreach_copy_ = some
+        try:
+            with pytest.raises(RuntimeError, match="planted"):
+                streams.queue(list(memory.split(MIB)), sources)
+        finally:
+            torch._foreach_copy_ = copy
+        del sources
+        other = torch.full((MIB,), -1.0, device=place())
+        assert not streams.drain(0.0), "the slot is given away while the device may still write to it"
+        assert streams.drain(20.0)
+        assert bool((memory[:MIB] == 3).all()), "another tensor's memory was copied"
+        assert streams.unpin(20.0)
+        del other
 
 
 @bug
@@ -246,6 +275,7 @@ def a_model_on_the_second_device_starts_nothing_on_the_first() -> None:
         assert accelerator.device_of(simulated.name()).current() == place(0), "the current device is the user's"
         assert bool((target == 1).all())
         assert streams.unpin(20.0)
+    assert accelerator.healthy(20.0)
     assert not simulated.is_started(0), "a context was made on a device that belongs to another rank"
 
 
@@ -1006,6 +1036,22 @@ def a_device_that_works_is_told_from_one_that_does_not() -> None:
 @bug
 def nobody_asks_the_device() -> None:
     accelerator.healthy = lambda _: True
+
+
+@case
+def a_device_that_fails_a_restore_is_named_with_a_remedy() -> None:
+    with pytest.raises(DeviceError, match=r"no memory left.*free memory of the device") as caught:
+        together(Alone(), lambda: torch.ones(1 << 50, device=place()))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        job.step(0)
+        job.handles[0].wait("captured", 20)
+        simulated.fault(now=True)
+        with pytest.raises(DeviceError, match=r"a device failed.*end this process"):
+            job.checkpointer.restore()
+        job.checkpointer.abandon()
 
 
 @case

@@ -112,6 +112,10 @@ class Device:
             return [self.current()]
         return [device for i in range(self.count()) if has_memory(device := torch.device(self.kind, i))]
 
+    def begun(self) -> list[torch.device]:
+        """Returns the devices that this process has begun to use: those with its memory, or where it has none the current one."""
+        return self.with_memory() or [self.current()]
+
     def reset(self) -> None:
         """Makes the current device and stream what a new process has, and gives a share of memory back that was limited."""
         before = self.current()
@@ -198,6 +202,10 @@ class _Cuda(Device):
             _forget_error()
             logger.info("the driver does not register %d bytes of host memory: code %d", num_bytes, code)
         return not code
+
+    def begun(self) -> list[torch.device]:
+        devices = [torch.device(self.kind, index) for index in range(self.count())]
+        return [device for device in devices if self._has_context(device.index)] or super().begun()
 
     def leave_captures_alone(self) -> None:
         call = _symbol("hipThreadExchangeStreamCaptureMode", "cuThreadExchangeStreamCaptureMode")
@@ -336,7 +344,7 @@ def healthy(deadline_s: float) -> bool:
     if interface is None:
         return True
     try:
-        streams = [interface.current_stream(device) for device in interface.used()]
+        streams = [interface.current_stream(device) for device in interface.begun()]
     except RuntimeError as error:
         logger.warning("a device does not work any more: %s", error)
         return False

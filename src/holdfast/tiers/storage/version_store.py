@@ -38,7 +38,6 @@ from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.backends.open_url import open_backend
 from holdfast.tiers.backends.parallel_streams import (
-    FIRST_REQUESTS,
     MOST_REQUESTS,
     MOST_STREAMS,
     UNIT_BYTES,
@@ -123,7 +122,7 @@ class Storage:
         self._files = BundleFiles(backend, key, self.job_id)
         self._job_id = ""
         local = backend.properties.kind == "local"
-        self._readers = StreamCount() if local else StreamCount(first=FIRST_REQUESTS, most=MOST_REQUESTS)
+        self._readers = StreamCount() if local else StreamCount(most=MOST_REQUESTS)
         self._run_lock = RunLock(Path(backend.properties.where)) if local else LeaseLock(backend)
 
     @property
