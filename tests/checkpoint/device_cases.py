@@ -141,6 +141,34 @@ def what_is_freed_while_it_is_copied_is_copied() -> None:
         assert streams.unpin(20.0)
 
 
+@case
+def what_was_queued_before_an_error_is_waited_for() -> None:
+    """Its slot would be given away, and written to by the device."""
+    streams, copy = SideStreams(), torch._foreach_copy_
+    sources = [torch.full((MIB,), 3.0, device=place()) for _ in range(2)]
+
+    def some(targets: Any, of: Any, **options: Any) -> None:
+        copy(targets[:1], of[:1], **options)
+        raise RuntimeError("planted")
+
+    with slot_of(2 * sources[0].nbytes) as (slot, memory):
+        streams.pin(slot, place())
+        simulated.sleep(0.5)
+        torch._foreach_copy_ = some
+        try:
+            with pytest.raises(RuntimeError, match="planted"):
+                streams.queue(list(memory.split(MIB)), sources)
+        finally:
+            torch._foreach_copy_ = copy
+        del sources
+        other = torch.full((MIB,), -1.0, device=place())
+        assert not streams.drain(0.0), "the slot is given away while the device may still write to it"
+        assert streams.drain(20.0)
+        assert bool((memory[:MIB] == 3).all()), "another tensor's memory was copied"
+        assert streams.unpin(20.0)
+        del other
+
+
 @bug
 def sources_are_not_held() -> None:
     def without(spans: Any = (), sources: Any = (), num_bytes: int = 0) -> DeviceCopy:

@@ -21,6 +21,7 @@ TOGETHER = (
     "a_copy_is_the_state_at_the_call_whatever_comes_behind_it",
     "work_before_the_call_is_in_the_copy",
     "what_is_freed_while_it_is_copied_is_copied",
+    "what_was_queued_before_an_error_is_waited_for",
     "the_call_does_not_wait_for_a_copy",
     "a_slot_that_is_registered_already_fails_softly",
     "what_no_driver_registers_goes_through_buffers",
