@@ -191,3 +191,23 @@ def test_huge_pages_are_used_where_the_machine_allows_them() -> None:
     rows = Path("/proc/self/smaps").read_text().splitlines()
     slot.close()
     assert sum(int(row.split()[1]) for row in rows if row.startswith("ShmemPmdMapped:")) >= 32 << 10
+
+
+def test_a_later_turn_waits_for_who_reads_into_the_first_and_goes_on_then(slots: list[Slot]) -> None:
+    populator, first, second = Populator(2), threading.Event(), threading.Event()
+    with populator.first_turn_alone():
+        populator.start(slots[1], lambda _: second.set(), turn=1)
+        populator.start(slots[0], lambda _: first.set(), turn=0)
+        assert first.wait(TIMEOUT_S)
+        assert resident_bytes(slots[1]) == 0
+    assert second.wait(TIMEOUT_S)
+    assert resident_bytes(slots[1]) >= slots[1].total_bytes
+    populator.stop()
+
+
+def test_a_keeper_that_ends_refuses_what_waits_for_its_turn(slots: list[Slot]) -> None:
+    populator, told = Populator(2), list[MemoryRefused | None]()
+    with populator.first_turn_alone():
+        populator.start(slots[1], told.append, turn=1)
+        populator.stop()
+        assert [type(fault) for fault in told] == [MemoryRefused]

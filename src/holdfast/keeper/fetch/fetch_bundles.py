@@ -144,7 +144,8 @@ class BundleFetcher:
                 incoming[spot.fetch.ref.bundle_id] = spot.landing
             try:
                 total = sum(fetch.seal.length for fetch in fetches)
-                with self._activities.start(RESTORING, version, total, rank=rank) as progress:
+                working = self._activities.start(RESTORING, version, total, rank=rank)
+                with self._state.slot_pool.first_turn_alone(), working as progress:
                     places = self._bring(version, held, spots, progress)
                 present.update(
                     (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from holdfast.base.errors import MemoryRefused
@@ -207,6 +208,10 @@ class SlotPool:
         """Begins to make the pages of a slot that was promised; calls `done` in another thread, which calls `populated`."""
         held.pins[POPULATING] += 1
         self._populator.start(held.slot, done, turn=turn)
+
+    def first_turn_alone(self) -> AbstractContextManager[None]:
+        """In the block no page is made of a second slot of a rank."""
+        return self._populator.first_turn_alone()
 
     def populated(self, held: HeldSlot, fault: MemoryRefused | None) -> None:
         """All pages of a slot are there, or will never be, and then it goes."""

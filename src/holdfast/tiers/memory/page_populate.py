@@ -14,7 +14,8 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast.base.errors import MemoryRefused
@@ -60,6 +61,7 @@ class Populator:
         self._runs: list[tuple[int, int, int, int, _Filling]] = []
         self._threads: set[threading.Thread] = set()
         self._stopping = False
+        self._num_alone = 0
 
     def start(self, slot: Slot, done: Done, *, turn: int = 0) -> None:
         """Begins with a slot that was promised; calls `done(None)` in a thread once it is complete, or `done(fault)`.
@@ -76,10 +78,22 @@ class Populator:
                 raise MemoryRefused("the keeper ends", remedy="try again")
             for start, length in runs:
                 heapq.heappush(self._runs, (turn, next(self._numbers), start, length, filling))
-            while len(self._threads) < min(self._num_threads, len(self._runs)):
-                thread = threading.Thread(target=self._run, name="holdfast pages", daemon=True)
-                thread.start()
-                self._threads.add(thread)
+            self._start_threads()
+
+    @contextmanager
+    def first_turn_alone(self) -> Iterator[None]:
+        """Begins no run of a later turn in the block: who reads into a slot of the first needs the cores and the memory."""
+        with self._lock:
+            self._num_alone += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_alone -= 1
+                try:
+                    self._start_threads()
+                except RuntimeError as error:  # what was done in the block stands
+                    logger.warning("later slots wait until more memory is asked for: %s", error)
 
     def fill(self, slot: Slot) -> None:
         """Does the same and waits for it.
@@ -108,14 +122,26 @@ class Populator:
         """Ends the threads after the runs in hand; what is not complete never will be."""
         with self._lock:
             self._stopping = True
+            self._start_threads()
             threads = set(self._threads)
         for thread in threads:
             thread.join(JOIN_TIMEOUT_S)
 
+    def _start_threads(self) -> None:
+        """As many as there is work for. Under the lock."""
+        while self._has_work() and len(self._threads) < min(self._num_threads, len(self._runs)):
+            thread = threading.Thread(target=self._run, name="holdfast pages", daemon=True)
+            thread.start()
+            self._threads.add(thread)
+
+    def _has_work(self) -> bool:
+        """Return whether a run may be begun. Under the lock."""
+        return bool(self._runs) and (self._stopping or not self._num_alone or self._runs[0][0] == 0)
+
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._runs:
+                if not self._has_work():
                     self._threads.discard(threading.current_thread())
                     return
                 _, _, start, length, filling = heapq.heappop(self._runs)

@@ -29,7 +29,7 @@ from holdfast.tiers.memory import memory_pages
 
 PAGE = memory_pages.PAGE
 # Pages are allocated in runs of this size; several threads share the runs of a slot, and between two they may be stopped.
-RUN_BYTES = 256 << 20
+RUN_BYTES = 64 << 20
 # How long at most: reserving takes 0.6 s per GiB by one thread of a quiet machine, and several ranks may share its memory.
 BASE_PATIENCE_S = 120.0
 PATIENCE_S_PER_GIB = 4.0
