@@ -36,6 +36,7 @@ from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job.collectives import Alone, together
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.pipeline import timers
+from holdfast.checkpoint.restore import tensor_fill
 from holdfast.checkpoint.save import memory_saver
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot, survivor_state
@@ -45,6 +46,7 @@ from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.messages import NO_SLOT, Begin, Begun
 from holdfast.testing import device as simulated
 from holdfast.tiers.memory.slots import Slot
+from holdfast.tiers.storage.unread_chunks import UnreadChunks
 
 MIB = 1 << 20
 CASES: dict[str, Callable[[], None]] = {}
@@ -1203,6 +1205,35 @@ def a_restore_queues_its_chunks_and_is_proven() -> None:
         assert after["blocking_copies"] - blocking <= 4, "pieces were copied one by one, each waited for"
         assert again.sum() == expected
         again.checkpointer.close()
+
+
+@case
+def what_is_read_from_storage_goes_straight_to_the_device() -> None:
+    simulated.set_copy_rate(400 * MIB)
+    config = holdfast.Config(every="1000", memory_budget="100KB", linger_s=1.0)
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(1024, 1500 + i) for i in range(5))).to(place())
+
+    with directory() as root:
+        saved = model()
+        with holdfast.Checkpointer(root, model=saved, config=config) as checkpointer:
+            checkpointer.restore()
+            checkpointer.save(1, "durable")
+        read = []
+        copied = tensor_fill._Work._read_and_copy
+
+        def count(self: tensor_fill._Work, left: UnreadChunks, chunk: tensor_fill._Chunk) -> int:
+            read.append(chunk.goes_to_device)
+            return copied(self, left, chunk)
+
+        tensor_fill._Work._read_and_copy = count  # type: ignore[method-assign]
+        other = model()
+        with holdfast.Checkpointer(root, model=other, config=config) as checkpointer:
+            assert checkpointer.restore() == 2
+        assert read.count(True) >= 2, read
+        for name, tensor in saved.state_dict().items():
+            assert torch.equal(other.state_dict()[name].cpu(), tensor.cpu()), name
 
 
 @bug
