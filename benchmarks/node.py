@@ -8,8 +8,12 @@ job over the median of the later ones. `gather_ms` (told): looking at the state 
 `question_p99_ms` (told): a question to the keeper of a rank that does nothing else.
 
 Where a store gives each stream STREAM_MIB_PER_S: `write_stream_share` and `read_stream_share` are the rate of one bundle by at
-most 8 streams over that of 8 such streams (the first, which begins with 4, and the best are told). `durable_ratio_to_dcp` is the
+most 8 streams over that of 8 such streams (the first, which begins with 8, and the best are told). `durable_ratio_to_dcp` is the
 seconds of a save to durable, by as many streams as are learnt, over those of DCP's FileSystemWriter with 8 threads, in turn.
+
+`load_ratio_to_torch_load`: `restore()` of a rank whose keeper runs and holds nothing, from files in the page cache into
+tensors that exist, over `torch.load(mmap=True)` and a copy of the same bytes into the same tensors, in turn. `straight`:
+where the keeper has no memory for slots, so that the rank itself reads what goes into its tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +41,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 import holdfast
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Version
+from holdfast.keeper.rpc.spawn import ensure_keeper
 from holdfast.testing.faults.rig import Rig
 from holdfast.tiers.backends.parallel_streams import StreamCount
 from holdfast.tiers.format import image as image_format
@@ -48,6 +54,7 @@ from holdfast.tiers.storage.version_store import open_storage
 
 _MADV_POPULATE_WRITE = 23
 TENSOR_BYTES = 4096
+LARGE_MIB = 3072
 STREAM_MIB_PER_S, STREAMS, STREAMED_MIB = 64, 8, 256
 
 
@@ -192,6 +199,45 @@ def durable(report: Report, home: Path, rounds: int) -> None:
     )
 
 
+def load(report: Report, home: Path, mib: int, rounds: int, *, straight: bool = False) -> None:
+    """Restores from storage against PyTorch's own reading of the same bytes, in turn. `straight`: without memory for slots."""
+    model = nn.ParameterList(torch.rand(8 * MIB // 4) for _ in range(mib // 8))
+    live = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    root, config = home / "job", measure.only_on_demand(home)
+    config = replace(config, memory_budget="100KB") if straight else config
+    home.mkdir(parents=True)
+    torch.save(live, home / "stock.pt")
+    with holdfast.Checkpointer(root, model=model, overlap=False, config=config) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(1, level="durable").wait("durable", timeout_s=240)
+    parts: list[str] = []
+
+    def ours() -> float:
+        ensure_keeper(str(root), config)
+        with holdfast.Checkpointer(root, model=model, overlap=False, config=config) as checkpointer:
+            seconds = timed(checkpointer.restore)
+            found = checkpointer.last_restore
+            assert found is not None
+            assert found.bytes.keys() == {"storage"}, found
+            parts.append(", ".join(f"{name} {1e3 * took:.0f}" for name, took in found.seconds.items()))
+        return seconds
+
+    def theirs() -> float:
+        return timed(lambda: [live[n].copy_(t) for n, t in torch.load(home / "stock.pt", mmap=True).items()])
+
+    both = measure.paired(ours, theirs, rounds)
+    seconds, torch_seconds = (statistics.median(found) for found in both)
+    report.figure(
+        f"load_ratio_to_torch_load:{mib}{':straight' * straight}",
+        measure.ratio(*both),
+        "ratio",
+        "<= 1.2",
+        seconds=seconds,
+        torch_seconds=torch_seconds,
+        last_ms=parts[-1],
+    )
+
+
 def main() -> None:
     """Prints and keeps the figures."""
     options = measure.options("node", __doc__ or "").parse_args()
@@ -203,6 +249,10 @@ def main() -> None:
         prepare(report, home / "p", size // 2, 200 if options.quick else 2000)
         stream_shares(report, home / "s", 4 if options.quick else 8)
         durable(report, home / "d", 3 if options.quick else 7)
+        load(report, home / "l", options.mib, 4 if options.quick else 10)
+        load(report, home / "n", options.mib, 4 if options.quick else 10, straight=True)
+        if not options.quick and measure.available_bytes() > 14 * LARGE_MIB * MIB // 3:
+            load(report, home / "m", LARGE_MIB, 4)
         for count in (300, 3_000, 10_000):
             many_tensors(report, home, count, 12 if options.quick else 40)
     finally:

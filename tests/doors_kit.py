@@ -17,11 +17,12 @@ from holdfast.testing.contracts.adapter import Door, Task, Workshop
 # Where a launcher starts the source tree's holdfast, also from an environment of a framework.
 SOURCE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])}
 TORCHRUN = "torch.distributed.run"
+HOLDFAST_RUN = "holdfast.adapters.zero.launcher"
 
 
 def launching(num_ranks: int) -> list[str]:
     """The command of `holdfast run` of this source tree, as far as its flags."""
-    command = [sys.executable, "-W", "ignore", "-m", "holdfast.adapters.zero.launcher"]
+    command = [sys.executable, "-W", "ignore", "-m", HOLDFAST_RUN]
     return [*command, "--standalone", "--nproc-per-node", str(num_ranks)]
 
 
@@ -47,7 +48,7 @@ def untouched(script: Path) -> Callable[[Task], list[str]]:
         return [
             sys.executable,
             "-m",
-            "holdfast.adapters.zero.launcher",
+            HOLDFAST_RUN,
             "--checkpoint-dir",
             str(task.checkpoints),
             *ranks,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 from pathlib import Path
 
 import deepspeed
 import torch
+from kill_once import kill_once
 from torch import nn
 
 import holdfast.adapters.deepspeed as hf
@@ -24,6 +23,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--native", action="store_true", help="without holdfast, from DeepSpeed's own files")
     parser.add_argument("--tag", help="what load_checkpoint is given")
+    parser.add_argument(
+        "--count-by", type=int, default=0, help="the script names its tags, so many more with each step"
+    )
     parser.add_argument("--durable-every", type=int, default=1)
     parser.add_argument("--no-native", action="store_true", help="DeepSpeed's own files are left away")
     parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
@@ -63,19 +65,13 @@ def main() -> None:
                 kill_once(Path(options.root, "killed"))
             engine.step()
         if not options.native:
-            engine.save_checkpoint(options.root)
+            named = f"global_step{options.count_by * engine.global_steps}" if options.count_by else None
+            engine.save_checkpoint(options.root, tag=named)
         adapter_output.step(rank, step, [loss.detach(), *state(engine)])
     adapter_output.whole(rank, engine.global_steps, weights)
     print(f"state {rank} {adapter_output.digest(state(engine))}", flush=True)
     engine.destroy()
     torch.distributed.destroy_process_group()
-
-
-def kill_once(marker: Path) -> None:
-    """Ends this process in the middle of a step; the marker outlives it."""
-    if not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def state(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ class OnCpu(TorchFunctionMode):
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
 torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
 
+from kill_once import kill_once  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
@@ -77,6 +78,8 @@ def main() -> None:
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--native", action="store_true", help="without holdfast, from Megatron's own files")
+    parser.add_argument("--kill", type=int, default=-1, help="rank 1 kills itself with SIGKILL in this step, once")
+    parser.add_argument("--moment", choices=("gradients", "save", "saved"), default="gradients", help="of --kill")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     dist.init_process_group("gloo")
@@ -126,6 +129,11 @@ def main() -> None:
             optimizer.load_state_dict(loaded["optimizer"])
         count_on(optimizer, start)
         print(f"from {rank} {json.dumps(getattr(load_strategy, 'loaded_from', ''))}", flush=True)
+
+    def dies(moment: str) -> None:
+        if (rank, step, moment) == (1, options.kill, options.moment):
+            kill_once(options.root / "killed")
+
     adapter_output.start(rank, start)
     for step in range(start, options.steps):
         source = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
@@ -140,18 +148,21 @@ def main() -> None:
         loss = step_of_pipeline(model, batch) if options.pp > 1 else model(*batch, labels=batch[0]).mean()
         if options.pp == 1:
             loss.backward()
+        dies("gradients")
         model.finish_grad_sync()
         optimizer.step()
         place = options.root / f"iter_{step + 1:07d}"
         if rank == 0:
             place.mkdir(parents=True, exist_ok=True)
         dist.barrier()
+        dies("save")
         request = dist_checkpointing.save(
             state(), str(place), sharded_strategy=save_strategy, async_sharded_save=options.async_save
         )
         if request is not None:  # the tracker names it when it stands, as Megatron-LM has it
             queue.schedule_async_request(request)
             queue.maybe_finalize_async_calls(blocking=True)
+        dies("saved")
         if rank == 0:
             temporary = tracker.with_suffix(".new")
             temporary.write_text(str(step + 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from doors_kit import SOURCE, TORCHRUN, starter
+from doors_kit import HOLDFAST_RUN, SOURCE, TORCHRUN, starter
 from holdfast.base.events import Events
 from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop
 from holdfast.tiers.storage.version_store import open_storage
@@ -78,7 +78,7 @@ def test_of_two_ranks_one_is_killed_between_two_batches_of_a_step(way: str, work
     """The launcher starts both again; gradients are accumulated, as users do."""
     accumulating = ("--accumulate", "2")
     whole = workshop.run(door(way, *accumulating), Task(workshop.directory("accumulated"), 2, 6))
-    killed = door(way, *accumulating, "--kill", "3", launcher="holdfast.adapters.zero.launcher")
+    killed = door(way, *accumulating, "--kill", "3", launcher=HOLDFAST_RUN)
     told = workshop.run(killed, Task(workshop.directory("one"), 2, 6))
     assert set(told.starts.values()) == {3}
     assert told.steps == whole.steps
@@ -102,6 +102,16 @@ def test_a_tag_means_its_step_and_so_many_saves_go_to_storage_as_were_asked_for(
     assert back.steps == {place: told for place, told in whole.steps.items() if 3 <= place[1] < 5}
     assert not [path for tag in root.glob("global_step*") for path in tag.iterdir()]
     assert (root / "latest").read_text() == "global_step6", "left as it was"
+
+
+def test_a_tag_that_the_script_counts_in_its_own_way_is_no_version_of_that_step(way: str, workshop: Workshop) -> None:
+    """Each step has two batches, and the script counts those: "global_step4" is what stood behind the second step."""
+    if way != "zero2":
+        pytest.skip("one is enough")
+    root = workshop.directory("own tags")
+    workshop.run(door(way, "--count-by", "2"), Task(root, 2, 5))
+    back = workshop.run(door(way, "--count-by", "2", "--tag", "global_step4"), Task(root, 2, 5))
+    assert set(back.starts.values()) == {2}
 
 
 def test_deepspeed_alone_loads_what_latest_names(way: str, workshop: Workshop) -> None:

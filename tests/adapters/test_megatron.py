@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from doors_kit import SOURCE, starter
+from doors_kit import HOLDFAST_RUN, SOURCE, TORCHRUN, starter
 from holdfast.base.events import Events
 from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop
+from holdfast.testing.contracts.adapter_processes import Told
 from holdfast.tiers.storage.version_store import open_storage
 
 WORKER = Path(__file__).with_name("megatron_worker.py")
@@ -33,9 +34,9 @@ WAYS = {
 }
 
 
-def door(way: str, *words: str) -> Door:
+def door(way: str, *words: str, launcher: str = TORCHRUN) -> Door:
     return Door(
-        starter(WORKER, *WAYS[way], *words, wide="--width 48"),
+        starter(WORKER, *WAYS[way], *words, launcher=launcher, wide="--width 48"),
         steps=6,
         # The parts of the distributed optimizer are each rank's own and outweigh the model.
         twins=1,
@@ -54,6 +55,11 @@ def way(request: pytest.FixtureRequest) -> str:
 def workshop(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     with Workshop(tmp_path_factory.mktemp(way), timeout_s=300.0) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(way: str, workshop: Workshop) -> Told:
+    return workshop.run(door(way), Task(workshop.directory("whole"), 2, 6))
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
@@ -83,6 +89,25 @@ def test_only_the_iteration_and_the_layout_that_are_held_are_loaded(tmp_path: Pa
     for other in (parts(torch.zeros(4)), parts(torch.zeros(8).half()), blank | parts(torch.zeros(8), "v")):
         assert not own.load(other, 4)
     own.close()
+
+
+@pytest.mark.parametrize(("moment", "starts"), [("gradients", {3}), ("save", {3}), ("saved", {3, 4})])
+def test_of_two_ranks_one_is_killed(
+    moment: str, starts: set[int], way: str, workshop: Workshop, undisturbed: Told
+) -> None:
+    """Behind its gradients, where the other waits to save, or before the tracker names what both have saved.
+
+    The launcher starts both again. What the tracker names counts, though holdfast may hold more.
+    """
+    dying = door(way, "--kill", "3", "--moment", moment, launcher=HOLDFAST_RUN)
+    told = workshop.run(dying, Task(workshop.directory(f"one, {moment}"), 2, 6))
+    assert set(told.starts.values()) <= starts
+    assert (workshop.directory(f"one, {moment}") / "killed").exists()
+    # A step that the tracker names at the kill is told by nobody: it is made no second time.
+    assert (
+        undisturbed.steps.items() >= told.steps.items() >= {((rank, 5), undisturbed.steps[rank, 5]) for rank in (0, 1)}
+    )
+    assert _states(told.output) == _states(undisturbed.output) != {}
 
 
 def test_a_load_comes_from_holdfast_and_without_it_from_the_same_tree(way: str, workshop: Workshop) -> None:

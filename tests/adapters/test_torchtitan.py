@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from doors_kit import SOURCE, starter, workshops
+from doors_kit import HOLDFAST_RUN, SOURCE, TORCHRUN, starter, workshops
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
@@ -19,19 +19,40 @@ WORKER = Path(__file__).with_name("torchtitan_worker.py")
 pytestmark = [pytest.mark.slow, pytest.mark.rival("torchtitan"), pytest.mark.timeout(600)]
 
 
-def door(way: str, twins: int) -> Door:
+def door(way: str, twins: int, *words: str, launcher: str = TORCHRUN) -> Door:
     return Door(
-        starter(WORKER, "--way", way), steps=6, twins=twins, root=lambda path: path / "holdfast", environment=SOURCE
+        starter(WORKER, "--way", way, *words, launcher=launcher),
+        steps=6,
+        twins=twins,
+        root=lambda path: path / "holdfast",
+        environment=SOURCE,
     )
 
 
-DOORS = {"fsdp": door("fsdp", 1), "tp": door("tp", 1), "replicated": door("ddp", 2)}
+WAYS = {"fsdp": ("fsdp", 1), "tp": ("tp", 1), "replicated": ("ddp", 2)}
+DOORS = {name: door(*way) for name, way in WAYS.items()}
 workshop = workshops(DOORS)
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
 def test_the_contract_of_doors(check: Check, workshop: tuple[Door, Workshop]) -> None:
     check(*workshop)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_of_two_ranks_one_is_killed(way: tuple[str, int], tmp_path: Path) -> None:
+    """Between two batches of a step, where the other waits to save, or behind its save; the launcher starts both again."""
+    accumulating = ("--accumulate", "2")
+    with Workshop(tmp_path, timeout_s=150.0) as made:
+        whole = made.run(door(*way, *accumulating), Task(made.directory("whole"), 2, 6))
+        for moment, starts in {"batch": {3}, "save": {3}, "saved": {3, 4}}.items():
+            root = made.directory(moment)
+            dying = door(*way, *accumulating, "--kill", "3", "--moment", moment, launcher=HOLDFAST_RUN)
+            told = made.run(dying, Task(root, 2, 6))
+            assert (root / "killed").exists(), moment
+            assert set(told.starts.values()) <= starts, moment
+            assert told.steps == whole.steps, moment
+            assert told.wholes[6] == whole.wholes[6], moment
 
 
 def steps(made: Workshop, number: int, *words: str) -> set[int]:
@@ -49,6 +70,20 @@ def test_what_torchtitan_is_told_of_steps_keeps_its_meaning(tmp_path: Path) -> N
         assert steps(made, 5, "--load-step", "4") == {4}
 
 
+def test_a_run_that_goes_back_to_a_step_does_so_once(tmp_path: Path) -> None:
+    """Killed and started again by the launcher, it keeps what it made since; a new launch of the same recipe goes back again."""
+    with Workshop(tmp_path) as made:
+        root = made.directory("steps")
+        assert steps(made, 4, "--interval", "2") == {0}
+        back = ("--way", "fsdp", "--keep", "9", "--load-step", "2")
+        dying = Door(starter(WORKER, *back, "--kill", "4", launcher=HOLDFAST_RUN), environment=SOURCE)
+        told = made.run(dying, Task(root, 2, 6))
+        assert (root / "killed").exists()
+        assert set(told.starts.values()) == {4}
+        again = Door(starter(WORKER, *back, launcher=HOLDFAST_RUN), environment=SOURCE)
+        assert set(made.run(again, Task(root, 2, 6)).starts.values()) == {2}
+
+
 def test_a_checkpoint_of_torchtitans_own_counts_if_it_is_of_a_later_step(tmp_path: Path) -> None:
     with Workshop(tmp_path) as made:
         assert steps(made, 4, "--plain", "--interval", "2") == {0}
@@ -64,3 +99,5 @@ def test_what_would_not_go_on_where_training_was_is_refused() -> None:
         torchtitan.keep(torchtitan.CheckpointManager.Config(enable=True, exclude_from_loading=["optimizer"]))
     with pytest.raises(UsageError, match=r"is no CheckpointManager\.Config"):
         torchtitan.keep(object())
+    with pytest.raises(UsageError, match=r"'evry'.*has no state"):
+        torchtitan.keep(torchtitan.CheckpointManager.Config(enable=True), evry=3)

@@ -227,6 +227,33 @@ def test_a_script_with_a_trainer_is_not_frightened(tmp_path: Path, capfd: pytest
     assert "a Trainer of transformers or Lightning is kept when it is built" in line
 
 
+@pytest.mark.parametrize("imported", [False, True])
+def test_the_trainer_of_a_script_that_imports_holdfast_is_left_to_its_line(
+    imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Even where the import is never made; and the script is told so."""
+    place = tmp_path / "pytorch_lightning" / "trainer"
+    place.mkdir(parents=True)
+    (place / "trainer.py").write_text("class Trainer: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ["pytorch_lightning", "pytorch_lightning.trainer", "pytorch_lightning.trainer.trainer"]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "if len('x') > 1:\n    import holdfast\n" * imported
+        + f"from {names[-1]} import Trainer\nprint('changed', '__init__' in vars(Trainer))\n"
+    )
+    try:
+        ScriptLauncher(str(tmp_path / "root"))(RunOrder(1, arguments=(str(script),)))
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+    told = capfd.readouterr()
+    assert told.out == f"changed {not imported}\n"
+    assert ("nothing of this script is kept without a line" in told.err) is imported
+
+
 @pytest.mark.parametrize(
     ("module", "line"),
     [

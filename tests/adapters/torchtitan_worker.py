@@ -1,8 +1,10 @@
 """The script of the TorchTitan door: its Trainer with a tiny Llama 3 and bytes of text. Not a test itself.
 
 torchrun torchtitan_worker.py ROOT --steps N --way fsdp|tp|ddp [--wide] [--interval N] [--keep N] [--load-step N] [--plain]
+    [--accumulate N] [--kill N] [--moment batch|save|saved]
 
 --interval, --keep, --load-step: TorchTitan's `interval`, `keep_latest_k`, `load_step`. --plain: its own manager, without holdfast.
+--accumulate: batches of a step. --kill: rank 1 kills itself with SIGKILL in this step, once: before its last batch, or around the save.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 # TorchTitan asks for a device when it is imported and takes CUDA where there is none; here it trains on the CPU.
 torch._utils._get_available_device_type = lambda: "cpu"
 
+from kill_once import kill_once  # noqa: E402
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
@@ -48,6 +52,8 @@ from holdfast.testing.contracts import adapter_output  # noqa: E402
 
 warnings.filterwarnings("ignore")
 LENGTH, VOCABULARY = 32, 256
+# Step, moment and marker of the death of rank 1.
+KILL: dict[str, Any] = {}
 
 
 class Text(torch.utils.data.IterableDataset):
@@ -123,7 +129,19 @@ class Told(Trainer):
             self.told = True
             adapter_output.start(rank, self.step - 1)
             adapter_output.whole(rank, self.step - 1, [p.detach() for p in parameters])
+        self.batches = 0
         super().train_step(data)
+
+    def forward_backward_step(self, **batch: Any) -> Any:
+        self.batches += 1
+        if self.batches == self.gradient_accumulation_steps:
+            self.dies("batch")
+        return super().forward_backward_step(**batch)
+
+    def dies(self, moment: str) -> None:
+        """Rank 1, where the test wants it; others go on."""
+        if (torch.distributed.get_rank(), self.step - 1, moment) == (1, KILL["step"], KILL["moment"]):
+            kill_once(KILL["marker"])
 
 
 class Saved:
@@ -133,7 +151,9 @@ class Saved:
         self.trainer, self.inner = trainer, trainer.checkpointer.save
 
     def __call__(self, step: int, last_step: bool = False) -> bool:
+        self.trainer.dies("save")
         done = self.inner(step, last_step=last_step)
+        self.trainer.dies("saved")
         parameters = [p for part in self.trainer.model_parts for p in part.parameters()]
         states = [each.state[p] for each in self.trainer.optimizers.optimizers for p in parameters if p in each.state]
         moments = [state[key] for state in states for key in sorted(state)]
@@ -174,7 +194,11 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=10)
     parser.add_argument("--load-step", type=int, default=-1)
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--kill", type=int, default=-1)
+    parser.add_argument("--moment", choices=("batch", "save", "saved"), default="batch")
     options = parser.parse_args()
+    KILL.update(step=options.kill, moment=options.moment, marker=Path(options.root, "killed"))
     torch.set_num_threads(1)
     metrics.build_device_memory_monitor = NoDevice
     dist_utils.set_pg_timeouts = lambda **_: None  # it names a device to a barrier
@@ -198,7 +222,8 @@ def main() -> None:
         optimizer=default_adamw(lr=1e-3, implementation="foreach"),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=100),
         training=TrainingConfig(
-            local_batch_size=4, seq_len=LENGTH, steps=options.steps, disable_cuda_graphs=True,
+            local_batch_size=4, global_batch_size=4 * options.accumulate * (1 if options.way == "tp" else world),
+            seq_len=LENGTH, steps=options.steps, disable_cuda_graphs=True,
             mixed_precision_param="float32",
         ),
         parallelism=ParallelismConfig(spmd_backend="full_dtensor", **degrees),

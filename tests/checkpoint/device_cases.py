@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.base.errors import LevelNotReached
+from holdfast.base.errors import DeviceError, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import bounce_buffers, mutation_check, side_stream_copy
 from holdfast.checkpoint.capture.copy_plan import batches
@@ -32,15 +33,20 @@ from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.device import accelerator, chunk_staging, pinned_writes
 from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.job.collectives import Alone, together
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.pipeline import timers
+from holdfast.checkpoint.restore import tensor_fill
 from holdfast.checkpoint.save import memory_saver
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot, survivor_state
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.core.model import Version
+from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.messages import NO_SLOT, Begin, Begun
 from holdfast.testing import device as simulated
 from holdfast.tiers.memory.slots import Slot
+from holdfast.tiers.storage.unread_chunks import UnreadChunks
 
 MIB = 1 << 20
 CASES: dict[str, Callable[[], None]] = {}
@@ -134,6 +140,34 @@ def what_is_freed_while_it_is_copied_is_copied() -> None:
         assert bool((target == 3).all()), "another tensor's memory was copied"
         assert float(other[0]) == -1
         assert streams.unpin(20.0)
+
+
+@case
+def what_was_queued_before_an_error_is_waited_for() -> None:
+    """Its slot would be given away, and written to by the device."""
+    streams, copy = SideStreams(), torch._foreach_copy_
+    sources = [torch.full((MIB,), 3.0, device=place()) for _ in range(2)]
+
+    def some(targets: Any, of: Any, **options: Any) -> None:
+        copy(targets[:1], of[:1], **options)
+        raise RuntimeError("planted")
+
+    with slot_of(2 * sources[0].nbytes) as (slot, memory):
+        streams.pin(slot, place())
+        simulated.sleep(0.5)
+        torch._foreach_copy_ = some
+        try:
+            with pytest.raises(RuntimeError, match="planted"):
+                streams.queue(list(memory.split(MIB)), sources)
+        finally:
+            torch._foreach_copy_ = copy
+        del sources
+        other = torch.full((MIB,), -1.0, device=place())
+        assert not streams.drain(0.0), "the slot is given away while the device may still write to it"
+        assert streams.drain(20.0)
+        assert bool((memory[:MIB] == 3).all()), "another tensor's memory was copied"
+        assert streams.unpin(20.0)
+        del other
 
 
 @bug
@@ -244,6 +278,7 @@ def a_model_on_the_second_device_starts_nothing_on_the_first() -> None:
         assert accelerator.device_of(simulated.name()).current() == place(0), "the current device is the user's"
         assert bool((target == 1).all())
         assert streams.unpin(20.0)
+    assert accelerator.healthy(20.0)
     assert not simulated.is_started(0), "a context was made on a device that belongs to another rank"
 
 
@@ -613,6 +648,34 @@ def a_device_far_behind_its_host_gives_no_version_up() -> None:
         assert not job.given_up(), job.given_up()
 
 
+@case
+def a_save_is_not_given_up_for_want_of_a_slot_before_its_device_came_to_it() -> None:
+    """What other ranks hold becomes free when their devices have come that far, and those go with ours."""
+    call = KeeperClient._call
+    finals: list[bool] = []  # whether the device had done what was queued, when there was no more time
+
+    def asked(self: Any, request: Any, *rest: Any) -> Any:
+        if isinstance(request, Begin):
+            if not request.final:
+                time.sleep(0.05)
+                return Begun(slot_id=NO_SLOT, reason="others hold theirs"), []
+            finals.append(bool(event.query()))
+        return call(self, request, *rest)
+
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        KeeperClient._call = asked  # type: ignore[method-assign]
+        for number in range(3):
+            simulated.sleep(0.3)
+            event = torch.Event(place())
+            event.record()
+            job.step(number)
+        job.checkpointer.close()
+        assert finals == [True] * 3, finals
+        assert not job.given_up(), job.given_up()
+
+
 @bug
 def a_device_is_given_no_time() -> None:
     Fence._await_device = lambda *_: None  # type: ignore[method-assign]
@@ -756,6 +819,30 @@ def what_is_not_in_order_is_copied_in_blocks() -> None:
             assert more <= 20 * MIB, f"{more >> 20} MiB for a tensor of 48"
             assert streams.unpin(20.0)
             del target, copied, memory
+
+
+@case
+def a_full_device_puts_nothing_in_order() -> None:
+    """The host does: every version is saved, and no memory of the device is taken."""
+    streams, copy = SideStreams(), torch._foreach_copy_
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    for source in out_of_order():
+        with slot_of(source.nbytes) as (slot, memory):
+            streams.pin(slot, source.device)
+            target = memory.view(source.shape)
+
+            torch._foreach_copy_ = full
+            try:
+                more = memory_taken(partial(streams.queue, [target], [source]))
+            finally:
+                torch._foreach_copy_ = copy
+            assert torch.equal(target, source.cpu())
+            assert more < MIB, f"{more} bytes of a full device for a tensor of 48 MiB"
+            assert streams.unpin(20.0)
+            del target, memory
 
 
 @bug
@@ -979,6 +1066,22 @@ def nobody_asks_the_device() -> None:
 
 
 @case
+def a_device_that_fails_a_restore_is_named_with_a_remedy() -> None:
+    with pytest.raises(DeviceError, match=r"no memory left.*free memory of the device") as caught:
+        together(Alone(), lambda: torch.ones(1 << 50, device=place()))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        job.step(0)
+        job.handles[0].wait("captured", 20)
+        simulated.fault(now=True)
+        with pytest.raises(DeviceError, match=r"a device failed.*end this process"):
+            job.checkpointer.restore()
+        job.checkpointer.abandon()
+
+
+@case
 def a_faulted_device_gives_versions_up_and_raises_nothing_of_ours() -> None:
     memory_saver.DRAIN_S = 0.5
     with directory() as root:
@@ -1102,6 +1205,35 @@ def a_restore_queues_its_chunks_and_is_proven() -> None:
         assert after["blocking_copies"] - blocking <= 4, "pieces were copied one by one, each waited for"
         assert again.sum() == expected
         again.checkpointer.close()
+
+
+@case
+def what_is_read_from_storage_goes_straight_to_the_device() -> None:
+    simulated.set_copy_rate(400 * MIB)
+    config = holdfast.Config(every="1000", memory_budget="100KB", linger_s=1.0)
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(1024, 1500 + i) for i in range(5))).to(place())
+
+    with directory() as root:
+        saved = model()
+        with holdfast.Checkpointer(root, model=saved, config=config) as checkpointer:
+            checkpointer.restore()
+            checkpointer.save(1, "durable")
+        read = []
+        copied = tensor_fill._Work._read_and_copy
+
+        def count(self: tensor_fill._Work, left: UnreadChunks, chunk: tensor_fill._Chunk) -> int:
+            read.append(chunk.goes_to_device)
+            return copied(self, left, chunk)
+
+        tensor_fill._Work._read_and_copy = count  # type: ignore[method-assign]
+        other = model()
+        with holdfast.Checkpointer(root, model=other, config=config) as checkpointer:
+            assert checkpointer.restore() == 2
+        assert read.count(True) >= 2, read
+        for name, tensor in saved.state_dict().items():
+            assert torch.equal(other.state_dict()[name].cpu(), tensor.cpu()), name
 
 
 @bug

@@ -118,7 +118,7 @@ def test_what_was_captured_fills_other_tensors_and_a_flipped_bit_is_named() -> N
         slot.view[view.plan.images[0].start + view.plan.images[0].plan.length - 2000] ^= 1
         faults = tensor_fill.fill(sources, targets)
         assert list(faults) == [view.plan.images[0].ref.bundle_id]
-        assert "differs from its seal" in faults[view.plan.images[0].ref.bundle_id]
+        assert "differs from its seal" in faults[view.plan.images[0].ref.bundle_id].what
         del view, sources
 
 
@@ -139,7 +139,7 @@ def test_a_fill_cuts_at_steps_and_chunks_and_names_the_bad_chunk() -> None:
         assert all(tensor._version > versions[name] for name, tensor in fresh.items()), "autograd must notice"
         slot.view[view.plan.images[0].start + 2 * image_format.CHUNK_BYTES + 5_000_000] ^= 1
         (fault,) = tensor_fill.fill(sources, targets).values()
-        assert "chunk 2 of image" in fault
+        assert "chunk 2 of image" in fault.what
         del view, sources
 
 
@@ -155,7 +155,7 @@ def test_present_chunks_are_proved_without_their_image_and_uncopied() -> None:
             assert tensor_fill.fill_with([part], [[]]) == {}
             slot.view[image.start + index * image_format.CHUNK_BYTES + 5000] ^= 1
             (fault,) = tensor_fill.fill_with([part], [[]]).values()
-            assert f"chunk {index} of image" in fault
+            assert f"chunk {index} of image" in fault.what
         del view, whole, part, chunk
 
 

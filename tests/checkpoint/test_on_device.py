@@ -21,6 +21,7 @@ TOGETHER = (
     "a_copy_is_the_state_at_the_call_whatever_comes_behind_it",
     "work_before_the_call_is_in_the_copy",
     "what_is_freed_while_it_is_copied_is_copied",
+    "what_was_queued_before_an_error_is_waited_for",
     "the_call_does_not_wait_for_a_copy",
     "a_slot_that_is_registered_already_fails_softly",
     "what_no_driver_registers_goes_through_buffers",
@@ -29,6 +30,7 @@ TOGETHER = (
     "moments_are_those_of_the_device",
     "a_proof_takes_no_memory_of_the_device_to_speak_of",
     "what_is_not_in_order_is_copied_in_blocks",
+    "a_full_device_puts_nothing_in_order",
     "a_rank_goes_on_with_its_sequence_on_another_device",
     "a_restore_waits_for_what_is_queued_for_its_tensors",
     "a_buffer_is_used_again_when_the_device_has_read_it",
@@ -46,6 +48,7 @@ ALONE = {
     "an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy": False,
     "what_is_settled_may_be_written_on_any_stream": False,
     "a_device_far_behind_its_host_gives_no_version_up": True,
+    "a_save_is_not_given_up_for_want_of_a_slot_before_its_device_came_to_it": False,
     "a_host_ahead_of_its_device_is_not_held_up": False,
     "a_host_five_seconds_ahead_of_its_device_is_not_held_up": True,
     "saves_take_no_memory_of_the_device_to_speak_of": False,
@@ -54,9 +57,11 @@ ALONE = {
     "a_step_behind_a_hung_collective_is_not_live": False,
     "a_step_that_the_device_finished_is_live": False,
     "a_device_that_works_is_told_from_one_that_does_not": False,
+    "a_device_that_fails_a_restore_is_named_with_a_remedy": False,
     "a_faulted_device_gives_versions_up_and_raises_nothing_of_ours": True,
     "a_step_in_a_graph_is_captured_and_never_copied_late": False,
     "a_restore_queues_its_chunks_and_is_proven": False,
+    "what_is_read_from_storage_goes_straight_to_the_device": False,
 }
 
 # What is taken out, the case that finds it, and what that says.

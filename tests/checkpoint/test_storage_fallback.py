@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import holdfast
 from holdfast.base import program
 from holdfast.base.events import Events
+from holdfast.checkpoint.checkpointer import storage_fallback
+from holdfast.checkpoint.checkpointer.storage_fallback import StorageFallback
 from holdfast.core.model import Level, Version
 from holdfast.core.scheduling import storage_only_steps
 from holdfast.tiers.storage.version_store import open_storage
@@ -179,3 +182,41 @@ def test_memory_returns_only_where_every_rank_could_have_it() -> None:
     ]
     assert not storage_only_steps.outcome(words).memory
     assert storage_only_steps.outcome(words[:1] * 2).memory
+
+
+class Board(dict[str, str]):
+    """What both ranks of a test can read and write."""
+
+    put = dict.__setitem__
+
+    def add(self, key: str) -> int:
+        self[key] = str(int(self.get(key, "0")) + 1)
+        return int(self[key])
+
+    def first(self, key: str, text: str) -> str:
+        return self.setdefault(key, text)
+
+
+def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it until `close_timeout_s` is over, nor is the last step lost."""
+    board, went = Board(), []
+    monkeypatch.setattr(StorageFallback, "_down", lambda self, *_: went.append(self) or True)
+    saver = SimpleNamespace(refused="", fence=SimpleNamespace(num_steps=3))
+    saver.memory = saver
+
+    def closing(rank: int, given_up: str) -> bool:
+        job: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, world_size=2), incarnation=1)
+        link: Any = SimpleNamespace(trouble="")
+        nothing: Any = None
+        config = holdfast.Config(close_timeout_s=60.0)
+        lower = StorageFallback(job, state=nothing, link=link, storage=nothing, config=config, events=Events())
+        lower._boards = lambda _: board
+        last = SimpleNamespace(version=Version(1, 2), reached=Level.NONE, durable=(bool(given_up), given_up))
+        run: Any = SimpleNamespace(saver=saver, last=last, optimizer_steps=3)
+        return lower.closing(run)
+
+    monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
+    with ThreadPoolExecutor() as threads:
+        ends = [threads.submit(closing, *words) for words in ((0, "no slot became free"), (1, ""))]
+        assert [end.result(30) for end in ends] == [True, True]
+    assert len(went) == 2

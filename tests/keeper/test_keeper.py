@@ -525,6 +525,37 @@ def test_restored_memory_is_not_overwritten_while_it_is_read(make_rig: MakeRig) 
     assert rig.status(0)["alarms"] == []
 
 
+def test_a_save_waits_for_others_as_long_as_its_rank_says(make_rig: MakeRig) -> None:
+    """Rank 0 is two versions ahead of rank 1, whose device has not copied them."""
+    rig = make_rig(per_node=2)
+    ahead, behind = rig.start()
+    for step in (1, 2):
+        ahead.save(step)
+    asked = []
+
+    def ask_again() -> bool:
+        asked.append(len(asked))
+        if len(asked) == 3:
+            for step in (1, 2):
+                behind.save(step)
+        return len(asked) < 100
+
+    slot = ahead.client.begin(Version(1, 3), ahead.num_bytes, durable=False, timeout_s=0.1, ask_again=ask_again)
+    assert len(asked) >= 3
+    ahead.client.copied(Version(1, 3), ahead.write(slot, 3))
+    reached([ahead, behind], behind.save(3), Level.CAPTURED)
+
+
+def test_a_save_that_another_rank_gave_up_waits_for_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig(per_node=2)
+    late, gone = rig.start()
+    for step in (1, 2):
+        late.save(step)
+    gone.client.abandon(Version(1, 3), "its device failed")
+    with pytest.raises(LevelNotReached, match="abandoned: rank 1: its device failed"):
+        late.begin(3, timeout_s=600.0)
+
+
 # --- the end
 
 

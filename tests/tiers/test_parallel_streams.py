@@ -19,7 +19,6 @@ from holdfast.tiers.backends import posix_io
 from holdfast.tiers.backends.interface import Chunks
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.backends.parallel_streams import (
-    FIRST_REQUESTS,
     FIRST_STREAMS,
     MOST_REQUESTS,
     MOST_STREAMS,
@@ -48,28 +47,28 @@ def test_twice_as_many_as_long_as_that_is_faster() -> None:
     for _ in range(6):
         seen.append(count.now)
         count.learn(count.now, 100.0 * count.now)
-    assert seen == [4, 8, 16, 32, 32, 32]
+    assert seen == [8, 16, 32, 32, 32, 32]
     assert count.now == MOST_STREAMS
 
 
 def test_one_step_back_where_more_gain_nothing_and_another_look_later() -> None:
     count = StreamCount()
-    count.learn(4, 100.0)
-    count.learn(8, 109.0)
+    count.learn(8, 100.0)
+    count.learn(16, 109.0)
     assert count.now == FIRST_STREAMS
     for _ in range(TRIALS_BETWEEN):
-        count.learn(4, 100.0)
+        count.learn(8, 100.0)
     assert count.now == FIRST_STREAMS
-    count.learn(4, 100.0)
+    count.learn(8, 100.0)
     assert count.now == 2 * FIRST_STREAMS
 
 
 def test_half_as_many_after_a_failure_and_for_a_while() -> None:
     count = StreamCount()
-    count.learn(4, 100.0)
-    count.failed(4)  # began before the last change
-    assert count.now == 8
-    for now in (8, 4, 2, 1):
+    count.learn(8, 100.0)
+    count.failed(8)  # began before the last change
+    assert count.now == 16
+    for now in (16, 8, 4, 2, 1):
         count.failed(now)
     assert count.now == 1
     count.learn(1, 100.0)
@@ -78,12 +77,12 @@ def test_half_as_many_after_a_failure_and_for_a_while() -> None:
 
 def test_a_trial_of_another_number_says_nothing() -> None:
     count = StreamCount()
-    count.learn(16, 1e9)
+    count.learn(32, 1e9)
     assert count.now == FIRST_STREAMS
 
 
 def test_what_requests_hold_in_memory_is_little_beside_the_object() -> None:
-    assert requests_at_once(10 << 20) == FIRST_REQUESTS
+    assert requests_at_once(10 << 20) == FIRST_STREAMS
     assert requests_at_once(1 << 30) == 16
     assert requests_at_once(100 << 30) == MOST_REQUESTS
     assert requests_at_once(150 << 30, 16 << 20) == MOST_REQUESTS
@@ -183,7 +182,8 @@ def test_an_error_after_the_last_was_put_is_heard() -> None:
 
 # A file by several streams.
 
-NUM_BYTES = 4 * UNIT_BYTES + 12345
+NUM_TOGETHER = 4  # of the first streams
+NUM_BYTES = NUM_TOGETHER * UNIT_BYTES + 12345
 
 
 @pytest.fixture
@@ -260,12 +260,12 @@ def test_calls_of_both_ways_are_under_way_together(
     store: Storage, image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for call in ("pwrite", "preadv"):
-        met, meeting = set[int](), threading.Barrier(FIRST_STREAMS)
+        met, meeting = set[int](), threading.Barrier(NUM_TOGETHER)
 
         def act(
             real: Callable[..., int], descriptor: int, data: Any, at: int, met: Any = met, meeting: Any = meeting
         ) -> int:
-            if at < FIRST_STREAMS * UNIT_BYTES and at % UNIT_BYTES == 0 and at not in met:
+            if at < NUM_TOGETHER * UNIT_BYTES and at % UNIT_BYTES == 0 and at not in met:
                 met.add(at)
                 meeting.wait(PATIENCE_S)
             return real(descriptor, data, at)
@@ -277,7 +277,7 @@ def test_calls_of_both_ways_are_under_way_together(
             else:
                 view = page_memory(file.length)
                 store.read_bundle_into(V1, file, view)
-        assert len(met) == FIRST_STREAMS
+        assert len(met) == NUM_TOGETHER
     assert view == image.view
 
 

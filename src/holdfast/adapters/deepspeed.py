@@ -34,6 +34,7 @@ from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives
 from holdfast.core.model import Version
 
@@ -243,9 +244,13 @@ class CheckpointEngine:
     def _load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         if Path(load_dir).resolve() != self._save_dir.resolve():
             return self._load(load_dir, tag, *args, **kwargs)  # somebody else's, in DeepSpeed's own form
-        version = self._version_of(tag)
+        version, random = self._version_of(tag), ProcessRandomness().state_dict()
         self._checkpointer.restore(version, fresh=tag is not None and version is None)
         self._started = True
+        if version is not None and self._files.tag != str(tag):  # the script counts otherwise than DeepSpeed
+            self._files.trees = {}
+            self._checkpointer.restore(fresh=True)
+            ProcessRandomness().load_state_dict(random)
         if not self._files.trees:
             return self._load(load_dir, tag, *args, **kwargs)
         try:
@@ -268,7 +273,7 @@ class CheckpointEngine:
         return [str(path) for path in held]
 
     def _version_of(self, tag: Any) -> Version | None:
-        """The newest durable version of a tag that DeepSpeed named by the step; None if there is none."""
+        """The newest durable version of the step that a tag of DeepSpeed's own form names; None if there is none."""
         step = str(tag or "").removeprefix("global_step")
         if not step.isdigit():
             return None

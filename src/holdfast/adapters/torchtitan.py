@@ -5,7 +5,8 @@
 The manager stays TorchTitan's `CheckpointManager` for all that is its own: first weights from `initial_load_path` or from Hugging
 Face files, the seed checkpoint, the export of the last step's weights. Every step is saved with holdfast besides: captured at its
 cadence, durable every `interval` steps, in `<dump_folder>/<folder>/holdfast`. A load takes holdfast's newest version, memory
-first, unless TorchTitan's own newest checkpoint there is of a later step. What is kept: model parts, optimizers,
+first, unless TorchTitan's own newest checkpoint there is of a later step. A recipe names the same `load_step` at every restart:
+where the launcher starts such a run again, it goes on with the newest version that it has saved since. What is kept: model parts, optimizers,
 schedulers, the train state, the data loader, and random numbers, which TorchTitan itself leaves out. The loader of torchdata
 is asked past TorchTitan's subclass of it, which pickles: nothing that holdfast reads is ever unpickled.
 
@@ -33,16 +34,21 @@ from torchtitan.components.checkpointer import (
     CheckpointManager,
 )
 
+from holdfast.adapters.dcp.peek import newest
+from holdfast.adapters.options import checked
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
+from holdfast.core.model import Version
 
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.3.0",)
 # Below TorchTitan's own folder of checkpoints.
 OWN = "holdfast"
+# Name in the saved train state of what the run began with.
+_BEGUN = "holdfast.begun"
 
 
 def keep(checkpoint: Any, *, config: Config | None = None, **options: Any) -> Any:
@@ -54,7 +60,8 @@ def keep(checkpoint: Any, *, config: Config | None = None, **options: Any) -> An
         options: more arguments of `holdfast.Checkpointer`: `every`, `durable_every` (default: `interval`).
 
     Raises:
-        UsageError: the configuration is that of another manager, or leaves the optimizer out of a load.
+        UsageError: the configuration is that of another manager, or leaves the optimizer out of a load; or there is no
+            such option.
     """
     if settings.disabled():
         logger.warning("%s is set: TorchTitan saves and loads by itself", settings.DISABLE_VARIABLE)
@@ -69,6 +76,8 @@ def keep(checkpoint: Any, *, config: Config | None = None, **options: Any) -> An
             "a load that leaves out the optimizer cannot go on where training was",
             remedy="start in another folder with initial_load_path",
         )
+
+    checked(OWN, options)
 
     class HoldfastManager(_Kept):
         """TorchTitan builds the class that declares a Config."""
@@ -95,14 +104,15 @@ class _Kept(CheckpointManager):  # type: ignore[misc]  # TorchTitan is not there
             return
         own, options = self.given
         ours, options = _settings(config, own), {"durable_every": config.interval, **options}
-        self.holdfast = Checkpointer(
-            os.path.join(self.folder, OWN), config=ours, **_objects(self.states, config.exclude_from_loading), **options
-        )
+        self._settings = ours
+        begun = {"launch": settings.launch(), "load_step": config.load_step}
+        objects = _objects(self.states, config.exclude_from_loading, begun)
+        self.holdfast = Checkpointer(os.path.join(self.folder, OWN), config=ours, **objects, **options)
 
     def _load(self, step: int = -1) -> bool:
         if self.holdfast is None:
             return bool(super()._load(step))
-        version = None if step < 0 else self._version_of(step)
+        version = None if step < 0 else self._saved_since(step) or self._version_of(step)
         start = self.holdfast.restore(version, fresh=step >= 0 and version is None)
         if step >= 0:
             return version is not None or bool(super()._load(step))
@@ -112,6 +122,18 @@ class _Kept(CheckpointManager):  # type: ignore[misc]  # TorchTitan is not there
         if start:
             logger.warning("TorchTitan's own checkpoint of step %d is newer than holdfast's of step %d", theirs, start)
         return bool(super()._load(step))
+
+    def _saved_since(self, step: int) -> Version | None:
+        """The newest version, if this launch has saved it since it began at this step, and starts its workers again."""
+        if not settings.is_restart():
+            return None
+        found = newest(os.path.join(self.folder, OWN), self._settings, _begun)
+        if found is None or found[1] != {"launch": settings.launch(), "load_step": step}:
+            return None
+        logger.warning(
+            "step %d is not gone back to: this run goes on with step %d, which holdfast has", step, found[0].step + 1
+        )
+        return found[0]
 
     def _version_of(self, step: int) -> Any:
         assert self.holdfast is not None
@@ -147,8 +169,11 @@ def _settings(theirs: Any, own: Config | None) -> Config:
     return dataclasses.replace(ours, keep_every="1")
 
 
-def _objects(states: Mapping[str, Any], excluded: list[str]) -> dict[str, Any]:
-    """Return what is kept, by name: TorchTitan's own names where they are not known to the Checkpointer by another."""
+def _objects(states: Mapping[str, Any], excluded: list[str], begun: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept, by name: TorchTitan's own names where they are not known to the Checkpointer by another.
+
+    With the train state goes how the run began.
+    """
     objects: dict[str, Any] = {}
     for name, state in states.items():
         if name == MODEL:
@@ -157,8 +182,17 @@ def _objects(states: Mapping[str, Any], excluded: list[str]) -> dict[str, Any]:
             objects["optimizer"] = _one(state.optimizers)
         elif state is not None:
             known = {LR_SCHEDULER: "scheduler", DATALOADER: "loader", TRAIN_STATE: "trainer"}.get(name, name)
-            objects[known] = _Part(state, deaf=name in excluded)
+            more = {_BEGUN: dict(begun)} if name == TRAIN_STATE else {}
+            objects[known] = _Part(state, deaf=name in excluded, more=more)
     return objects
+
+
+def _begun(values: Mapping[str, Any], rank: int) -> Any:
+    """Return what a version says of how its run began; None if it says nothing."""
+    for name in (f"rank{rank}/trainer", "trainer", "rank0/trainer"):
+        if name in values:
+            return values[name].get(_BEGUN)
+    return None
 
 
 def _tensors(parts: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,21 +218,26 @@ class _Part:
     Args:
         inner: of TorchTitan.
         deaf: it is saved, and not loaded.
+        more: is saved with it, under names that the object has not.
     """
 
-    def __init__(self, inner: Any, *, deaf: bool) -> None:
+    def __init__(self, inner: Any, *, deaf: bool, more: Mapping[str, Any]) -> None:
         self._inner = inner
         self._deaf = deaf
+        self._more = more
         # TorchTitan's subclass hands out its state pickled; that of torchdata has plain values.
         self._kind: Any = StatefulDataLoader if isinstance(inner, StatefulDataLoader) else type(inner)
 
     def state_dict(self) -> Any:
         """Return the state as plain values."""
-        return self._kind.state_dict(self._inner)
+        state = self._kind.state_dict(self._inner)
+        return {**state, **self._more} if self._more else state
 
     def load_state_dict(self, state: Any) -> None:
         """The object goes on from there."""
         if not self._deaf:
+            if self._more:
+                state = {name: value for name, value in state.items() if name not in self._more}
             self._kind.load_state_dict(self._inner, state)
 
 

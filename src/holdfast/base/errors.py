@@ -17,6 +17,7 @@ HoldfastError
 │   ├── KeeperLost        the keeper is gone; training goes on without the memory level
 │   │   └── KeeperGone    nobody listens where it was: its process has ended
 │   └── KeeperNotStarted  there is none, and none could be started; the job goes on durable-only
+├── DeviceError           an accelerator has no memory left, or failed
 ├── InUse                 another job works on this path
 ├── Fenced                a higher incarnation or term exists; this process belongs to the past
 └── LevelNotReached       a version did not reach the level that was asked for
@@ -171,6 +172,13 @@ class KeeperNotStarted(KeeperError):
 
     code = "HF502"
     advice = "see its log; without a keeper there is no level in memory, and a restart goes back to storage"
+
+
+class DeviceError(HoldfastError):
+    """An accelerator has no memory left, or failed. The error of torch is its cause (`__cause__`)."""
+
+    code = "HF504"
+    advice = "end this process, and look at the device: what a failed one holds is lost to the process that used it"
 
 
 class InUse(HoldfastError):

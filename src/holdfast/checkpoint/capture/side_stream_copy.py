@@ -28,7 +28,7 @@ from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.bounce_buffers import BounceBuffers
 from holdfast.checkpoint.device import accelerator
-from holdfast.checkpoint.device.accelerator import device_of
+from holdfast.checkpoint.device.accelerator import Device, device_of
 from holdfast.tiers.memory.slots import Slot
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,10 @@ class SideStreams:
         self._behind_s = behind_s
         self._bounces: dict[torch.device, BounceBuffers] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._full: set[torch.device] = set()
         self._registered: dict[int, tuple[int, torch.device]] = {}
-        self._unfinished: deque[torch.Event] = deque()
+        # What may still be written to a slot: events behind it, and what is read if nobody else holds it.
+        self._unfinished: deque[tuple[torch.Event, tuple[torch.Tensor, ...]]] = deque()
 
     def pin(self, slot: Slot, device: torch.device) -> None:
         """Makes a slot's payload known to the driver of a device; once per slot. Without it copies work, in the call."""
@@ -155,15 +157,19 @@ class SideStreams:
             pairs = [pair for i in members for pair in _in_order(targets[i], sources[i])]
             with stream, torch.no_grad():
                 began = interface.record(stream)
-                if self._is_registered(targets[members[0]]):
-                    torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
-                else:
-                    self._bounce(device).copy(stream, pairs)
-                ended = interface.record(stream)
+                try:
+                    if not self._is_registered(targets[members[0]]) or not self._is_queued(device, pairs):
+                        as_it_lies = [copy_plan.as_in_memory(targets[i], sources[i]) for i in members]
+                        pairs = [pair for to, of in as_it_lies for pair in _in_order(to, of)]
+                        self._bounce(device).copy(stream, pairs)
+                    ended = interface.record(stream)
+                except BaseException:  # some of it may be queued, and is written all the same
+                    self._unfinished.append((_behind(interface, stream, began), tuple(sources)))
+                    raise
             spans.append((began, ended))
-        while self._unfinished and accelerator.passed(self._unfinished[0]):
+            self._unfinished.append((ended, ()))
+        while self._unfinished and accelerator.passed(self._unfinished[0][0]):
             self._unfinished.popleft()
-        self._unfinished.extend(ended for _, ended in spans)
         return DeviceCopy(tuple(spans), tuple(sources), sum(source.nbytes for source in sources))
 
     def follow(self, sources: Sequence[torch.Tensor]) -> None:
@@ -173,7 +179,7 @@ class SideStreams:
 
     def drain(self, timeout_s: float) -> bool:
         """Returns whether nothing that was queued here writes to a slot any more, after so many seconds at most."""
-        return accelerator.wait(tuple(self._unfinished), timeout_s)
+        return accelerator.wait(tuple(ended for ended, _ in self._unfinished), timeout_s)
 
     def unpin(self, timeout_s: float) -> bool:
         """Lets go of all slots, once nothing is copied into them; returns whether that was so within so many seconds.
@@ -184,6 +190,17 @@ class SideStreams:
             return False
         for address in tuple(self._registered):
             self._unpin(address)
+        return True
+
+    def _is_queued(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Queues the copies; False: a full device cannot put in order what does not lie in memory as it is saved."""
+        try:
+            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+        except torch.OutOfMemoryError:
+            say = logger.info if device in self._full else logger.warning
+            say("%s has no memory left to put tensors in order; the host does, and saves wait for their copies", device)
+            self._full.add(device)
+            return False
         return True
 
     def _stream(self, device: torch.device) -> torch.Stream:
@@ -209,6 +226,14 @@ class SideStreams:
         known = self._registered.pop(address, None)
         if known is not None:
             device_of(known[1].type).unregister(known[1], address)
+
+
+def _behind(interface: Device, stream: torch.Stream, began: torch.Event) -> torch.Event:
+    """An event behind all that the stream holds; of a device that failed, one that it never passes."""
+    try:
+        return interface.record(stream)
+    except RuntimeError:
+        return began
 
 
 def _in_order(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

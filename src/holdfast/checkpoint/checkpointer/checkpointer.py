@@ -177,6 +177,7 @@ class Checkpointer:
 
         Collective: every rank calls it, after the process group exists. 0 on a fresh start, and with HOLDFAST_DISABLE=1.
         Call it before training, and again to go back to a version in the middle of it. All ranks raise the same class.
+        After CorruptError or StorageError objects may be filled in part.
 
         Args:
             version: only this one, as `ls` names it.

@@ -123,7 +123,10 @@ class StorageFallback:
             logger.warning("who else can save is not known: %s", error)
 
     def closing(self, run: Run) -> bool:
-        """Before the last save is waited for: whether it has to be made again, straight to storage, by all ranks."""
+        """Before the last save is waited for: whether it has to be made again, straight to storage, by all ranks.
+
+        So it is where a rank cannot save to memory, or gave the last version up for whatever reason: that never becomes captured.
+        """
         saver, last = run.saver.memory, run.last
         if saver is None or last is None or saver.fence.num_steps != run.optimizer_steps:
             return False
@@ -136,7 +139,9 @@ class StorageFallback:
                 last_one = FallbackState(
                     self._boards(0), rank=self._job.group.rank, world_size=self._job.group.world_size
                 )
-                if last_one.meets_at_the_end(trouble):
+                decided, why = last.durable
+                lost = f"{last.version} is given up: {why}" if decided and why else ""
+                if last_one.meets_at_the_end(trouble or lost):
                     return self._arrived(last_one, deadline) and self._down(run, saver, trouble or last_one.reason)
                 time.sleep(CLOSING_EVERY_S)
         except (HoldfastError, RuntimeError) as error:

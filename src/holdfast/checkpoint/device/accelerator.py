@@ -112,6 +112,10 @@ class Device:
             return [self.current()]
         return [device for i in range(self.count()) if has_memory(device := torch.device(self.kind, i))]
 
+    def begun(self) -> list[torch.device]:
+        """Returns the devices that this process has begun to use: those with its memory, or where it has none the current one."""
+        return self.with_memory() or [self.current()]
+
     def reset(self) -> None:
         """Makes the current device and stream what a new process has, and gives a share of memory back that was limited."""
         before = self.current()
@@ -198,6 +202,10 @@ class _Cuda(Device):
             _forget_error()
             logger.info("the driver does not register %d bytes of host memory: code %d", num_bytes, code)
         return not code
+
+    def begun(self) -> list[torch.device]:
+        devices = [torch.device(self.kind, index) for index in range(self.count())]
+        return [device for device in devices if self._has_context(device.index)] or super().begun()
 
     def leave_captures_alone(self) -> None:
         call = _symbol("hipThreadExchangeStreamCaptureMode", "cuThreadExchangeStreamCaptureMode")
@@ -307,6 +315,25 @@ def all_done(devices: Iterable[torch.device], deadline_s: float) -> bool:
     return wait(events, deadline_s)
 
 
+class Behind:
+    """Tells whether devices of this process have not done yet what this thread had queued when it was first asked."""
+
+    def __init__(self) -> None:
+        self._events: tuple[torch.Event, ...] | None = None
+
+    def __call__(self) -> bool:
+        """Returns whether one has not. Does not wait. A device in error will not, so it is not behind."""
+        try:
+            if self._events is None:
+                interface = in_use()
+                devices = interface.with_memory() if interface is not None else []
+                self._events = tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in devices)
+            return not all(event.query() for event in self._events)
+        except RuntimeError as error:
+            logger.info("a device does not work any more: %s", error)
+            return False
+
+
 def healthy(deadline_s: float) -> bool:
     """Returns whether each device that this process uses runs one more kernel within so many seconds. True without a device.
 
@@ -317,7 +344,7 @@ def healthy(deadline_s: float) -> bool:
     if interface is None:
         return True
     try:
-        streams = [interface.current_stream(device) for device in interface.used()]
+        streams = [interface.current_stream(device) for device in interface.begun()]
     except RuntimeError as error:
         logger.warning("a device does not work any more: %s", error)
         return False

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import distributed as dist
 
-from holdfast.base.errors import HoldfastError, Interrupted, UsageError, kind_of
+from holdfast.base.errors import DeviceError, HoldfastError, Interrupted, UsageError, kind_of
 from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.versions.late_copy_rules import counts
@@ -128,7 +128,7 @@ def together(group: Ranks, work: Callable[[], T]) -> T:
     Every rank learns of the fault before anybody waits in a later collective for the one that has it.
 
     Raises:
-        HoldfastError: of the class that the lowest failing rank met; anything else that was raised becomes UsageError.
+        HoldfastError: of the class that the lowest failing rank met. What a device raised becomes DeviceError, anything else UsageError.
     """
     result, fault = _attempt(work)
     told = group.gather(b"" if fault is None else _describe(fault))
@@ -177,9 +177,21 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, HoldfastError | None]:
     except HoldfastError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the other ranks must hear of any fault, else they wait for ever
-        fault = UsageError(f"{type(error).__name__}: {error}")
+        fault = _fault_of(error)
         fault.__cause__ = error
         return None, fault
+
+
+def _fault_of(error: Exception) -> HoldfastError:
+    if isinstance(error, torch.OutOfMemoryError):
+        return DeviceError(
+            f"a device has no memory left for the state: {error}",
+            remedy="free memory of the device before restore() (`nvidia-smi` or its like shows who holds it); batches and "
+            "activations come after it; nothing that was saved is harmed",
+        )
+    if isinstance(error, torch.AcceleratorError):
+        return DeviceError(f"a device failed: {error}")
+    return UsageError(f"{type(error).__name__}: {error}")
 
 
 def _describe(fault: HoldfastError) -> bytes:

@@ -42,6 +42,12 @@ class Fault:
     kind: type[HoldfastError] = CorruptError
 
 
+def fault_of(bundle_id: str, node: int | None, error: HoldfastError) -> Fault:
+    """Return what was met with a copy; of one that may be good also where."""
+    place = "" if error.condemns or not error.where else f" [{error.where}]"
+    return Fault(bundle_id, node, error.what + place, type(error))
+
+
 @dataclass(slots=True)
 class Loaded:
     """Holds what one attempt brought this rank.
@@ -118,8 +124,7 @@ class Fetcher:
                 located += self._client.obtain(version, [fetch], timeout_s=left_s)
             except HoldfastError as error:
                 self._require_mendable(error)
-                place = "" if error.condemns or not error.where else f" [{error.where}]"
-                faults.append(Fault(fetch.ref.bundle_id, fetch.node, error.what + place, type(error)))
+                faults.append(fault_of(fetch.ref.bundle_id, fetch.node, error))
         return located
 
     def _require_mendable(self, error: HoldfastError) -> None:

@@ -35,7 +35,16 @@ from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.checkpoint.restore import tensor_fill
 from holdfast.checkpoint.restore.bundle_headers import BundleHeaders
 from holdfast.checkpoint.restore.catalog import Catalogue, Offer, Place, merged_groups, under_other_name
-from holdfast.checkpoint.restore.fetcher import Fault, Fetcher, Loaded, by_bundle, chunks_of, fetch_of, prove_seal
+from holdfast.checkpoint.restore.fetcher import (
+    Fault,
+    Fetcher,
+    Loaded,
+    by_bundle,
+    chunks_of,
+    fault_of,
+    fetch_of,
+    prove_seal,
+)
 from holdfast.checkpoint.restore.tensor_fill import Copy, Source
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout import reshard
@@ -185,7 +194,7 @@ class OtherLayout:
         copies = [needs[source.image.bundle_id].copies for source in sources]
         bad = collectives.together(self._group, lambda: tensor_fill.fill_with(sources, copies, progress))
         loaded.fill_seconds = time.perf_counter() - started
-        loaded.faults += [Fault(name, self._node(choice, name), why) for name, why in bad.items()]
+        loaded.faults += [fault_of(name, self._node(choice, name), why) for name, why in bad.items()]
         return self._vote(loaded.faults)
 
     # 1 and 2. Heads and plan.

@@ -29,7 +29,7 @@ from holdfast.checkpoint.entries.types import Group, LoadRecord, SavedTensor
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import FIRST_START, Job, RestoreRequest
 from holdfast.checkpoint.restore import tensor_fill as fill
-from holdfast.checkpoint.restore.fetcher import Fault, Fetcher, Holder, Loaded
+from holdfast.checkpoint.restore.fetcher import Fault, Fetcher, Holder, Loaded, fault_of
 from holdfast.checkpoint.restore.reshard import OtherLayout
 from holdfast.checkpoint.restore.tensor_fill import Source
 from holdfast.checkpoint.restore.version_decision import Decisions
@@ -367,7 +367,7 @@ class Restorer:
         )
         bad = fill.fill(fitting.sources, loaded.tensors, meter.add)
         loaded.fill_seconds = time.perf_counter() - started
-        loaded.faults += [Fault(name, fitting.nodes[name], why) for name, why in bad.items()]
+        loaded.faults += [fault_of(name, fitting.nodes[name], why) for name, why in bad.items()]
 
     def _say(self, version: Version, how_far: str) -> None:
         logger.info("verifying and copying %s: %s", version, how_far)
@@ -473,6 +473,8 @@ def _saved(sources: Iterable[Source]) -> dict[str, SavedTensor]:
 def _damaged(sources: Iterable[Source]) -> dict[str, str]:
     damaged: dict[str, str] = {}
     for source in sources:
+        if source.located.unread is not None:
+            continue  # what has been read of it, the header and the values, is proved
         try:
             image_format.verify(source.located.view, source.located.seal, source.image.bundle_id)
         except CorruptError as error:

@@ -1,8 +1,9 @@
 """Restore without a keeper: what storage has, read by every rank for itself.
 
-Stands in for the keeper's client where there is none. A bundle, or chunks of it, is read into a file without a name and
-mapped, so that a state larger than the memory that is left can be restored. Nothing is handed on between ranks: twins
-each read what they need. Called by `checkpoint.restore.restorer` and `checkpoint.restore.fetcher`.
+Stands in for the keeper's client where there is none. Of a whole bundle the header and the values are read; the rest goes
+from storage straight into tensors (`tiers.storage.unread_chunks`). Chunks of a bundle are read into a file without a name
+and mapped. So a state larger than the memory that is left can be restored. Nothing is handed on between ranks: twins each
+read what they need. Called by `checkpoint.restore.restorer` and `checkpoint.restore.fetcher`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.rpc.client import Inventory, Located
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.unread_chunks import open_bundle
 from holdfast.tiers.storage.version_store import Storage
 
 
@@ -39,7 +41,7 @@ class StorageSource:
         return Inventory((), (), (), (), ())
 
     def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:  # noqa: ARG002
-        """Whole bundles, or the runs of chunks that were asked for; chunks are proved, whole images by the caller.
+        """Whole bundles, or the runs of chunks that were asked for. What is read is proved; the caller reads the rest.
 
         Raises:
             CorruptError: damaged. VersionNotFound: the manifest lists no such bundle. StorageError: the path refuses.
@@ -48,10 +50,13 @@ class StorageSource:
         for fetch in fetches:
             file = self._file(version, fetch)
             for run in fetch.chunks or (None,):
-                started = time.perf_counter()
-                view = self._read(version, file, run)
+                started, unread = time.perf_counter(), None
+                if run is None:
+                    view, unread = open_bundle(self._storage, version, file)
+                else:
+                    view = self._read(version, file, run)
                 seconds = time.perf_counter() - started
-                found.append(Located(fetch.ref, file.seal, view, Source.STORAGE, seconds, run))
+                found.append(Located(fetch.ref, file.seal, view, Source.STORAGE, seconds, run, unread))
         return tuple(found)
 
     def release(self) -> None:
@@ -73,14 +78,11 @@ class StorageSource:
             raise CorruptError("the manifest's copy is not the one that was agreed on", where=f"{version}/{file.file}")
         return file
 
-    def _read(self, version: Version, file: BundleFile, run: tuple[int, int] | None) -> memoryview:
-        first, last = (0, -(-file.length // image_format.CHUNK_BYTES)) if run is None else run
+    def _read(self, version: Version, file: BundleFile, run: tuple[int, int]) -> memoryview:
+        first, last = run
         begin, end = first * image_format.CHUNK_BYTES, min(file.length, last * image_format.CHUNK_BYTES)
         with tempfile.TemporaryFile(prefix="holdfast-") as scratch:
             scratch.truncate(end - begin)
             view = memoryview(mmap.mmap(scratch.fileno(), end - begin))
-        if run is None:
-            self._storage.read_bundle_into(version, file, view)
-        else:
-            self._storage.read_chunks_into(version, file, first, view)
+        self._storage.read_chunks_into(version, file, first, view)
         return view.toreadonly()

@@ -6,6 +6,9 @@ compared with the seal when its last step is hashed, so bytes of a bad chunk may
 further: every chunk of every image is compared, `fill` names the images that failed, and unless it names none the ranks
 refuse the attempt together. No step of this may be left out, whatever is copied.
 
+What was not read from storage yet is read here, by as many streams as the place is worth: each takes a chunk into a buffer
+of its own, proves it there, and then copies it. Bytes of a bad chunk reach no tensor on this way.
+
 In the layout that was saved every entry goes whole to its tensor; in another a copy takes a box of an entry, and of an
 image only those chunks need be here that hold such a box. Tensors are filled in place, on whatever device they are. Host
 memory takes bytes as they are, without a call into torch per piece; both hashing and copying release the interpreter's
@@ -21,13 +24,14 @@ import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from holdfast.base.errors import CorruptError
+from holdfast.base.errors import CorruptError, HoldfastError
 from holdfast.checkpoint.device.chunk_staging import Staging, Starts, placed
 from holdfast.checkpoint.entries.types import LiveTensor, torch_dtype
 from holdfast.core.layout import reshard
@@ -35,6 +39,7 @@ from holdfast.core.model import Extent
 from holdfast.keeper.rpc.client import Located
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES, Entry, Image
+from holdfast.tiers.storage.unread_chunks import UnreadChunks
 
 # More threads than memory channels do not copy faster.
 MAX_THREADS = 4
@@ -107,7 +112,7 @@ def read_sources(located: Sequence[Located]) -> list[Source]:
 
 def fill(
     sources: Sequence[Source], tensors: Mapping[str, LiveTensor], progress: Callable[[int], None] = lambda _: None
-) -> dict[str, str]:
+) -> dict[str, HoldfastError]:
     """Copies every entry into the tensor of its name; else as `fill_with`."""
     copies = [
         [
@@ -123,8 +128,8 @@ def fill(
 
 def fill_with(
     sources: Sequence[Source], copies: Sequence[Sequence[Copy]], progress: Callable[[int], None] = lambda _: None
-) -> dict[str, str]:
-    """Makes the copies of every source; returns bundle id -> what is wrong with its image.
+) -> dict[str, HoldfastError]:
+    """Makes the copies of every source; returns bundle id -> what is wrong with its image, or why it could not be read.
 
     Args:
         sources: their chunks are proved, all of them, whatever is copied.
@@ -136,19 +141,25 @@ def fill_with(
     starts = Starts(copy.live.local for rows in copies for copy in rows)
     work = _Work(sources, progress, starts)
     num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+    unread: list[tuple[UnreadChunks, list[_Chunk]]] = []
     with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-restore") as pool:
         helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
         try:
             for number, source in enumerate(sources):
                 # All of an image at once: a thread that plans holds the lock that those who copy ask for at every step.
-                for chunk in list(_chunks(number, source, copies[number])):
-                    work.todo.put(chunk)
+                planned, left = list(_chunks(number, source, copies[number])), source.located.unread
+                for chunk in planned:
+                    if left is None or chunk.index in left.here:
+                        work.todo.put(chunk)
+                if left is not None:
+                    unread.append((left, [chunk for chunk in planned if chunk.index not in left.here]))
         finally:
             for _ in range(num_threads):
                 work.todo.put(None)
         work.run()
         for helper in helpers:
             helper.result()
+    work.read(unread)
     # autograd has not seen who wrote by address
     increment_version([copy.live.local for rows in copies for copy in rows])
     return work.faults()
@@ -162,7 +173,8 @@ class _Work:
         self._progress = progress
         self._starts = starts
         self._digests: list[dict[int, str]] = [{} for _ in sources]
-        self._faults: dict[str, str] = {}
+        self._faults: dict[str, HoldfastError] = {}
+        self._idle: queue.SimpleQueue[tuple[Staging, torch.Tensor]] = queue.SimpleQueue()
         self.todo: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -183,17 +195,55 @@ class _Work:
             try:
                 image_format.check_chunk(chunk.index, digest, located.seal, located.ref.bundle_id)
             except CorruptError as error:
-                self._faults.setdefault(located.seal.bundle_id, error.what)
+                self._faults.setdefault(located.seal.bundle_id, error)
                 continue
             if buffer is not None:
                 found = [placed(source, chunk.address, buffer) for source in chunk.sources]
                 staging.send(buffer, chunk.targets, found)
-                continue
-            with torch.no_grad():
-                for target, source in zip(chunk.targets, chunk.sources, strict=True):
-                    target.copy_(source)
+            else:
+                _copy_boxes(chunk.targets, chunk.sources)
 
-    def faults(self) -> dict[str, str]:
+    def read(self, unread: Sequence[tuple[UnreadChunks, Sequence[_Chunk]]]) -> None:
+        """Reads, proves and copies what is not here yet, by several streams; then what devices were sent is there."""
+        try:
+            for left, chunks in unread:
+                with left.streams(self._progress) as streams:
+                    for chunk in chunks:
+                        streams.put(partial(self._read_and_copy, left, chunk))
+        finally:
+            while not self._idle.empty():
+                self._idle.get()[0].close()
+
+    def _read_and_copy(self, left: UnreadChunks, chunk: _Chunk) -> int:
+        if left.file.ref.bundle_id in self._faults:
+            return 0
+        try:
+            staging, own = self._idle.get_nowait()
+        except queue.Empty:
+            staging = Staging(self._starts, CHUNK_BYTES)
+            own = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+        try:
+            buffer = (staging.take(len(chunk.view)) if chunk.goes_to_device else own)[: len(chunk.view)]
+            digest = left.read(chunk.index, buffer.numpy().data)
+            shift = buffer.data_ptr() - chunk.address
+            for moves in chunk.steps:
+                for target, source, length in moves:
+                    ctypes.memmove(target, source + shift, length)
+            found = [placed(source, chunk.address, buffer) for source in chunk.sources]
+            if chunk.goes_to_device:
+                staging.send(buffer, chunk.targets, found)
+            else:
+                _copy_boxes(chunk.targets, found)
+            self._digests[chunk.image][chunk.index] = digest
+        except HoldfastError as error:
+            if not (error.condemns or error.retryable):
+                raise
+            self._faults.setdefault(left.file.ref.bundle_id, error)
+        finally:
+            self._idle.put((staging, own))
+        return len(chunk.view)
+
+    def faults(self) -> dict[str, HoldfastError]:
         """Bundle id -> what is wrong, once all chunks are done."""
         for source, found in zip(self._sources, self._digests, strict=True):
             if source.whole and source.located.seal.bundle_id not in self._faults:
@@ -216,13 +266,19 @@ def _copy_and_hash(chunk: _Chunk, buffer: torch.Tensor | None) -> str:
     return digest.hexdigest()
 
 
-def _check_whole(source: Source, digests: tuple[str, ...], faults: dict[str, str]) -> None:
+def _copy_boxes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def _check_whole(source: Source, digests: tuple[str, ...], faults: dict[str, HoldfastError]) -> None:
     seal = source.located.seal
     try:
         image_format.check_length(len(source.located.view), seal, seal.bundle_id)
         image_format.check_digest(digests, seal, seal.bundle_id)
     except CorruptError as error:
-        faults[seal.bundle_id] = error.what
+        faults[seal.bundle_id] = error
 
 
 def _chunks(number: int, source: Source, copies: Sequence[Copy]) -> Iterator[_Chunk]:

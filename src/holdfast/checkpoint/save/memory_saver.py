@@ -398,13 +398,27 @@ class Saver:
         self._link.unannounced.announce(client)
         version, timeout_s = taken.handle.version, self._config.begin_timeout_s
         try:
-            slot = client.begin(version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s)
+            slot = client.begin(
+                version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s, ask_again=self._behind()
+            )
         except KeeperLost:
             self._link.heard_nothing(client)
             raise
         view = self._view(slot, plan)
         view.write_frames(values)
         return view
+
+    def _behind(self) -> Callable[[], bool] | None:
+        """Return a question: whether it is too early to give a version up for want of a slot. None without a device: it never is.
+
+        What other ranks hold becomes free when *their* devices have copied, and those are behind their hosts as ours is.
+        Collectives keep devices together: once ours has come to this save, others have come to the one before. Only then
+        does the time of a host count.
+        """
+        if accelerator.in_use() is None:
+            return None
+        behind, until = accelerator.Behind(), time.monotonic() + self._config.close_timeout_s
+        return lambda: not open_checkpointers.broken.reason and time.monotonic() < until and behind()
 
     def _set_aside(self, gathered: Gathered) -> Gathered | None:
         """The state with copies of all that may change at any time; None if that is too much, or not in host memory."""

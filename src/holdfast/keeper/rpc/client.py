@@ -34,6 +34,7 @@ from holdfast.keeper.rpc.messages import Assembly, ImageSpan, Inventory, Message
 from holdfast.tiers.memory import slots as slot_memory
 from holdfast.tiers.memory.slots import Slot
 from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.unread_chunks import UnreadChunks
 from holdfast.tiers.wire import frames
 
 __all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot", "VersionLevel"]
@@ -61,6 +62,7 @@ class Located:
         source: where it was, cheapest first: own slot, another slot of this node, another node, storage.
         seconds: what the keeper spent to make it present; 0 if it was.
         chunks: `view` is only this run (first, end) of its chunks; None: the whole image.
+        unread: reads what is not in `view` yet, of which the header and the values are; None: all of it is.
     """
 
     ref: BundleRef
@@ -69,6 +71,7 @@ class Located:
     source: Source
     seconds: float
     chunks: tuple[int, int] | None = None
+    unread: UnreadChunks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +262,15 @@ class KeeperClient:
 
     # --- saving
 
-    def begin(self, version: Version, num_bytes: int, *, durable: bool, timeout_s: float) -> Slot:
+    def begin(
+        self,
+        version: Version,
+        num_bytes: int,
+        *,
+        durable: bool,
+        timeout_s: float,
+        ask_again: Callable[[], bool] | None = None,
+    ) -> Slot:
         """A slot to write `version` into; its header is already invalid. The overwrite guard chooses.
 
         Args:
@@ -267,13 +278,21 @@ class KeeperClient:
             num_bytes: room needed for the images.
             durable: whether this version is due for storage.
             timeout_s: how long to wait for a slot to become free.
+            ask_again: asked at the end of that time: whether it is too early to abandon the version. Then as much time begins.
 
         Raises:
             LevelNotReached: no slot became free, with the reason; the version is then abandoned for this rank.
             KeeperLost: the keeper is gone.
         """
-        request = messages.Begin(version=version, num_bytes=num_bytes, durable=durable, timeout_s=timeout_s)
-        reply, fds = self._call(request, messages.Begun, timeout_s + BEGIN_GRACE_S)
+        final = ask_again is None
+        while True:
+            request = messages.Begin(
+                version=version, num_bytes=num_bytes, durable=durable, timeout_s=timeout_s, final=final
+            )
+            reply, fds = self._call(request, messages.Begun, timeout_s + BEGIN_GRACE_S)
+            if reply.slot_id != messages.NO_SLOT:
+                break
+            final = ask_again is None or not ask_again()
         self._map((reply.slot_id,) if fds else (), fds)
         return self._slot(reply.slot_id, timeout_s + BEGIN_GRACE_S)
 

@@ -193,17 +193,29 @@ class Register(Message, tag="register", frozen=True, kw_only=True):
     shared: tuple[str, ...] = ()
 
 
+NO_SLOT = -1
+
+
 class Begin(Message, tag="begin", frozen=True, kw_only=True):
-    """A slot for this version, please; wait up to `timeout_s` for one."""
+    """A slot for this version, please; wait up to `timeout_s` for one.
+
+    Attributes:
+        final: at the end of the time the version is abandoned; else the answer is NO_SLOT, and the rank may ask again.
+    """
 
     version: Version
     num_bytes: int
     durable: bool
     timeout_s: float
+    final: bool = True
 
 
 class Begun(Message, tag="begun", frozen=True, kw_only=True):
-    """The slot is yours; its header is invalid. Its descriptor comes along if the client does not have it."""
+    """The slot is yours; its header is invalid. Its descriptor comes along if the client does not have it.
+
+    Attributes:
+        slot_id: NO_SLOT: none became free in the time, and the version is not abandoned.
+    """
 
     slot_id: int
     reason: str

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from holdfast.base.errors import Fenced, HoldfastError, LevelNotReached, UsageError
 from holdfast.core.model import Version
 from holdfast.keeper.rpc import messages
-from holdfast.keeper.rpc.messages import Begin, Begun, refusal
+from holdfast.keeper.rpc.messages import NO_SLOT, Begin, Begun, refusal
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.sealer import Sealer
@@ -105,10 +105,18 @@ class SaveRequests:
             for waiting in looked_at:
                 if self._state.ledger is not None and self._try(waiting):
                     continue
-                if now < waiting.deadline_s:
+                if self._is_lost(waiting.request.version):
+                    self._give_up(waiting, waiting.reason)
+                elif now < waiting.deadline_s:
                     self._waiting.append(waiting)
+                elif waiting.request.final:
+                    self._give_up(
+                        waiting, f"no slot became free within {waiting.request.timeout_s:g} s: {waiting.reason}"
+                    )
                 else:
-                    self._give_up(waiting)
+                    waiting.trainer.connection.send(
+                        Begun(id=waiting.request.id, slot_id=NO_SLOT, reason=waiting.reason)
+                    )
             return min((waiting.deadline_s - now for waiting in self._waiting), default=float("inf"))
 
     def starved(self) -> list[int]:
@@ -122,9 +130,13 @@ class SaveRequests:
         with self._state.lock:
             return any(waiting.trainer.rank == rank for waiting in self._waiting)
 
-    def _give_up(self, waiting: _Waiting) -> None:
+    def _is_lost(self, version: Version) -> bool:
+        """Return whether somebody gave it up, so that no slot will become free for it: there is nothing to wait for."""
+        ledger = self._state.ledger
+        return ledger is not None and ledger.standing(version)[2] and version not in ledger.suspects()
+
+    def _give_up(self, waiting: _Waiting, reason: str) -> None:
         version, rank = waiting.request.version, waiting.trainer.rank
-        reason = f"no slot became free within {waiting.request.timeout_s:g} s: {waiting.reason}"
         self._state.abandon(rank, version, reason)
         remedy = "save less often, or reserve a third slot (num_slots = 3)"
         error = LevelNotReached(f"{version} is abandoned: {reason}", where=f"rank {rank}", remedy=remedy)

@@ -22,7 +22,7 @@ from typing import Any
 
 from holdfast.base.errors import ConfigError, Fenced, StorageBusy, StorageError, StorageUnfit, VersionNotFound
 from holdfast.tiers.backends.interface import TEMPORARY, Properties, check_segment, split_name, total_bytes
-from holdfast.tiers.backends.parallel_streams import FIRST_REQUESTS, MOST_REQUESTS, StreamCount, requests_at_once
+from holdfast.tiers.backends.parallel_streams import MOST_REQUESTS, StreamCount, requests_at_once
 
 try:
     import obstore
@@ -90,7 +90,7 @@ class ObjectStoreBackend:
         self._where = where
         self._guard = threading.Lock()
         self._proved = False
-        self._writers = StreamCount(first=FIRST_REQUESTS, most=MOST_REQUESTS)
+        self._writers = StreamCount(most=MOST_REQUESTS)
 
     @property
     def properties(self) -> Properties:

@@ -1,6 +1,6 @@
 """Several streams to one place: a store often gives one stream a small part of what it gives many.
 
-How many go at once is learnt from the place itself: a few at first, twice as many as long as that makes it faster by a
+How many go at once is learnt from the place itself: eight at first, twice as many as long as that makes it faster by a
 tenth. What they did is told in the order in which it was begun, by the thread that began it. The first error ends all,
 and nothing runs any more when the block is left: a descriptor may be closed then, a buffer given to something else. The
 threads are daemons, for a place that hangs must not keep a process from ending.
@@ -19,7 +19,7 @@ from types import TracebackType
 
 # What one stream moves in one call.
 UNIT_BYTES = 8 << 20
-FIRST_STREAMS = 4
+FIRST_STREAMS = 8
 MOST_STREAMS = 32
 # So many times faster it has to become by twice as many.
 GAIN = 1.1
@@ -28,21 +28,20 @@ UNITS_PER_TRIAL = 2
 TRIALS_BETWEEN = 64
 
 # Requests to an object store are more, and each holds what it moves in memory.
-FIRST_REQUESTS = 8
 MOST_REQUESTS = 64
 BUFFERED_SHARE = 8
 
 
 def requests_at_once(num_bytes: int, part_bytes: int = UNIT_BYTES) -> int:
     """Returns how many parts of an object may be in memory at once: an eighth of it, or as many as one begins with."""
-    return max(FIRST_REQUESTS, min(MOST_REQUESTS, num_bytes // (BUFFERED_SHARE * part_bytes)))
+    return max(FIRST_STREAMS, min(MOST_REQUESTS, num_bytes // (BUFFERED_SHARE * part_bytes)))
 
 
 class StreamCount:
     """Holds how many streams one place is worth in one direction. Any thread may call it."""
 
-    def __init__(self, *, first: int = FIRST_STREAMS, most: int = MOST_STREAMS) -> None:
-        self.now = first
+    def __init__(self, *, most: int = MOST_STREAMS) -> None:
+        self.now = FIRST_STREAMS
         self._most = most
         self._lock = threading.Lock()
         self._fewer_rate = 0.0  # what half as many moved; 0: not known

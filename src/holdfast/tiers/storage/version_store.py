@@ -38,7 +38,6 @@ from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.backends.open_url import open_backend
 from holdfast.tiers.backends.parallel_streams import (
-    FIRST_REQUESTS,
     MOST_REQUESTS,
     MOST_STREAMS,
     UNIT_BYTES,
@@ -123,7 +122,7 @@ class Storage:
         self._files = BundleFiles(backend, key, self.job_id)
         self._job_id = ""
         local = backend.properties.kind == "local"
-        self._readers = StreamCount() if local else StreamCount(first=FIRST_REQUESTS, most=MOST_REQUESTS)
+        self._readers = StreamCount() if local else StreamCount(most=MOST_REQUESTS)
         self._run_lock = RunLock(Path(backend.properties.where)) if local else LeaseLock(backend)
 
     @property
@@ -446,7 +445,7 @@ class Storage:
         image_format.check_length(len(view), file.seal, where)
         with self._events.span("storage.read_bundle", version=str(version), bundle=file.ref.bundle_id, bytes=len(view)):
             read = _Read(len(view), progress)
-            with self._streams(view, read.arrived) as streams:
+            with self.streams(len(view), read.arrived) as streams:
                 for at in range(0, len(view), UNIT_BYTES):
                     part = view[at : at + UNIT_BYTES]
                     streams.put(partial(self._files.read_into, version, file, part, offset=at))
@@ -467,24 +466,43 @@ class Storage:
         Raises:
             CorruptError: missing, cut short, or damaged; names the bytes.
         """
-        with self._streams(view, progress) as streams:
+        with self.streams(len(view), progress) as streams:
             for index, chunk in enumerate(image_format.chunks(view), first):
-                streams.put(partial(self._read_chunk, version, file, index, chunk))
+                streams.put(partial(self._read_and_count, version, file, index, chunk))
 
-    def _read_chunk(self, version: Version, file: BundleFile, index: int, chunk: memoryview) -> int:
-        """Fills `chunk` with chunk `index` and proves it while it is in the processor's cache; returns its bytes."""
+    def _read_and_count(self, version: Version, file: BundleFile, index: int, chunk: memoryview) -> int:
+        self.read_chunk(version, file, index, chunk)
+        return len(chunk)
+
+    @_in_place
+    def read_chunk(self, version: Version, file: BundleFile, index: int, chunk: memoryview) -> str:
+        """Fills `chunk` with chunk `index` and proves it while it is in the processor's cache; returns its digest.
+
+        Raises:
+            CorruptError: missing, cut short, or damaged; names the bytes.
+        """
         where, at = f"{self.where}/{version}/{file.file}", index * image_format.CHUNK_BYTES
         read = self._files.read_into(version, file, chunk, offset=at)
         self._events.count("storage_read_bytes", read)
         if read < len(chunk):
             image_format.check_length(at + read, file.seal, where)
-        image_format.check_chunk(index, image_format.chunk_digest(chunk), file.seal, where)
-        return read
+        if at + read == file.length:
+            self._files.check_end(version, file, file.length)
+        digest = image_format.chunk_digest(chunk)
+        image_format.check_chunk(index, digest, file.seal, where)
+        return digest
 
-    def _streams(self, view: memoryview, done: Callable[[int], None]) -> Streams:
-        """Streams that fill `view`; one, in the caller's thread, if it is small."""
-        at_once = MOST_STREAMS if self._backend.properties.kind == "local" else requests_at_once(len(view))
-        return Streams(self._readers, at_once if len(view) > UNIT_BYTES else 1, done)
+    def streams(self, num_bytes: int, done: Callable[[int], None], *, buffered: bool = False) -> Streams:
+        """Streams to read so many bytes by; one, in the caller's thread, if they are few.
+
+        Args:
+            num_bytes: of all that is read.
+            done: as for `Streams`.
+            buffered: each needs a buffer, so that they must not be many where little is read.
+        """
+        is_in_place = self._backend.properties.kind == "local" and not buffered
+        at_once = MOST_STREAMS if is_in_place else requests_at_once(num_bytes)
+        return Streams(self._readers, at_once if num_bytes > UNIT_BYTES else 1, done)
 
     @_in_place
     def verify_bundle(self, version: Version, file: BundleFile, progress: Callable[[int], None] | None = None) -> None:
