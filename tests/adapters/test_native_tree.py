@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -92,6 +93,33 @@ def test_what_is_missing_is_said_and_the_tracker_stays(tmp_path: Path, caplog: p
         writer.flush()
     assert tracker.read_text() == "before"
     assert "were not written" in caplog.text
+
+
+def test_a_disk_that_does_not_keep_up_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save that finds no room is left out; one behind it that finds some counts."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(path: Path, write: object) -> None:
+        begun.set()
+        assert goes_on.wait(20)
+
+    monkeypatch.setattr(native_tree, "durably", slow)
+    writer = NativeWriter(timeout_s=0.1)
+    try:
+        writer.put(Native({tmp_path / "a.pt": 1}))
+        assert begun.wait(20)
+        writer.put(Native({tmp_path / "b.pt": 1}))
+        writer.put(Native({tmp_path / "c.pt": 1}))
+        assert "are left out" in caplog.text
+    finally:
+        goes_on.set()
+    writer.timeout_s = 20
+    with pytest.raises(LevelNotReached, match=r"not written within 0\.1 s"):
+        writer.flush()
+    writer.put(Native({tmp_path / "d.pt": 1}))
+    writer.flush()
 
 
 def test_a_file_of_an_earlier_save_is_not_taken_for_this_one(tmp_path: Path) -> None:

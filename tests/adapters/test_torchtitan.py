@@ -99,3 +99,5 @@ def test_what_would_not_go_on_where_training_was_is_refused() -> None:
         torchtitan.keep(torchtitan.CheckpointManager.Config(enable=True, exclude_from_loading=["optimizer"]))
     with pytest.raises(UsageError, match=r"is no CheckpointManager\.Config"):
         torchtitan.keep(object())
+    with pytest.raises(UsageError, match=r"'evry'.*has no state"):
+        torchtitan.keep(torchtitan.CheckpointManager.Config(enable=True), evry=3)

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -818,6 +819,30 @@ def what_is_not_in_order_is_copied_in_blocks() -> None:
             assert more <= 20 * MIB, f"{more >> 20} MiB for a tensor of 48"
             assert streams.unpin(20.0)
             del target, copied, memory
+
+
+@case
+def a_full_device_puts_nothing_in_order() -> None:
+    """The host does: every version is saved, and no memory of the device is taken."""
+    streams, copy = SideStreams(), torch._foreach_copy_
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    for source in out_of_order():
+        with slot_of(source.nbytes) as (slot, memory):
+            streams.pin(slot, source.device)
+            target = memory.view(source.shape)
+
+            torch._foreach_copy_ = full
+            try:
+                more = memory_taken(partial(streams.queue, [target], [source]))
+            finally:
+                torch._foreach_copy_ = copy
+            assert torch.equal(target, source.cpu())
+            assert more < MIB, f"{more} bytes of a full device for a tensor of 48 MiB"
+            assert streams.unpin(20.0)
+            del target, memory
 
 
 @bug

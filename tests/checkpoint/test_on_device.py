@@ -30,6 +30,7 @@ TOGETHER = (
     "moments_are_those_of_the_device",
     "a_proof_takes_no_memory_of_the_device_to_speak_of",
     "what_is_not_in_order_is_copied_in_blocks",
+    "a_full_device_puts_nothing_in_order",
     "a_rank_goes_on_with_its_sequence_on_another_device",
     "a_restore_waits_for_what_is_queued_for_its_tensors",
     "a_buffer_is_used_again_when_the_device_has_read_it",

@@ -9,6 +9,7 @@ memory, and the tracker file last: it never names a directory in which a file is
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import os
@@ -118,20 +119,31 @@ class NativeWriter:
     """Writes one directory after the other in a thread of its own.
 
     Attributes:
-        timeout_s: how long rank 0 waits for the files of the others.
+        timeout_s: how long rank 0 waits for the files of the others, and a save for those before it.
+        failed: why the files of the last save that was tried are not complete; empty if they are.
+        left_out: why those of the last save were not tried; empty if they were.
     """
 
     timeout_s: float
     failed: str = ""
+    left_out: str = ""
     _waiting: queue.Queue[Native | None] = field(default_factory=lambda: queue.Queue(MAX_WAITING))
     _thread: threading.Thread | None = None
 
     def put(self, native: Native) -> None:
-        """Queues a directory; waits while another one is queued already."""
+        """Queues a directory; waits while another one is queued already, and leaves this one out after `timeout_s`.
+
+        Training goes on: holdfast's own version stands.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast native files", daemon=True)
             self._thread.start()
-        self._waiting.put(native, timeout=self.timeout_s)
+        self.left_out = ""
+        try:
+            self._waiting.put(native, timeout=self.timeout_s)
+        except queue.Full:
+            self.left_out = f"those of earlier saves were not written within {self.timeout_s:g} s"
+            logger.warning("the framework's own files of a save are left out: %s", self.left_out)
 
     def flush(self) -> None:
         """Waits until everything that was put is written.
@@ -141,10 +153,11 @@ class NativeWriter:
         """
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._waiting.put(None)
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(None, timeout=2 * self.timeout_s)
             thread.join(2 * self.timeout_s)
-        if self.failed or (thread is not None and thread.is_alive()):
-            reason = self.failed or "it takes too long"
+        if self.failed or self.left_out or (thread is not None and thread.is_alive()):
+            reason = self.failed or self.left_out or "it takes too long"
             raise LevelNotReached(f"the framework's own files are not complete: {reason}")
 
     def _run(self) -> None:

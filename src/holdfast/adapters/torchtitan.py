@@ -35,6 +35,7 @@ from torchtitan.components.checkpointer import (
 )
 
 from holdfast.adapters.dcp.peek import newest
+from holdfast.adapters.options import checked
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
@@ -59,7 +60,8 @@ def keep(checkpoint: Any, *, config: Config | None = None, **options: Any) -> An
         options: more arguments of `holdfast.Checkpointer`: `every`, `durable_every` (default: `interval`).
 
     Raises:
-        UsageError: the configuration is that of another manager, or leaves the optimizer out of a load.
+        UsageError: the configuration is that of another manager, or leaves the optimizer out of a load; or there is no
+            such option.
     """
     if settings.disabled():
         logger.warning("%s is set: TorchTitan saves and loads by itself", settings.DISABLE_VARIABLE)
@@ -74,6 +76,8 @@ def keep(checkpoint: Any, *, config: Config | None = None, **options: Any) -> An
             "a load that leaves out the optimizer cannot go on where training was",
             remedy="start in another folder with initial_load_path",
         )
+
+    checked(OWN, options)
 
     class HoldfastManager(_Kept):
         """TorchTitan builds the class that declares a Config."""

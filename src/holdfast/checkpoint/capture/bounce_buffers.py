@@ -2,7 +2,7 @@
 
 A copy straight into such memory makes the host wait in the driver: longer than any bound of ours if the device hangs, and
 deaf to signals. So the device copies into a buffer that it can reach, the host waits for its event, with a limit, and
-carries the bytes on while the device fills the other buffer. A device that pins no memory at all is waited for until it
+carries the bytes on, and puts them in order, while the device fills the other buffer. A device that pins no memory at all is waited for until it
 has come to the copy, with the same limit; the copy itself then blocks.
 
 What may be written late is only ever a buffer of ours, so a target may be given away as soon as the call has ended. Used

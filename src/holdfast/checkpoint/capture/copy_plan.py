@@ -375,6 +375,13 @@ def _deal(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], most
     return _Dealt([*result, batch] if batch.targets else result, numbers, places)
 
 
+def as_in_memory(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns the dimensions of both so that `source`, if it is dense, is read in the order of memory: no device has to sort it."""
+    order = sorted(range(source.dim()), key=source.stride, reverse=True)
+    turned = source.permute(order)
+    return (target.permute(order), turned) if turned.is_contiguous() else (target, source)
+
+
 def cut(target: torch.Tensor, source: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Cuts two tensors of one shape into pieces of at most so many bytes; where memory is not in order, along rows."""
     if target.nbytes <= most:

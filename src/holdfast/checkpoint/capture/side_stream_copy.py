@@ -121,6 +121,7 @@ class SideStreams:
         self._behind_s = behind_s
         self._bounces: dict[torch.device, BounceBuffers] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._full: set[torch.device] = set()
         self._registered: dict[int, tuple[int, torch.device]] = {}
         # What may still be written to a slot: events behind it, and what is read if nobody else holds it.
         self._unfinished: deque[tuple[torch.Event, tuple[torch.Tensor, ...]]] = deque()
@@ -157,9 +158,9 @@ class SideStreams:
             with stream, torch.no_grad():
                 began = interface.record(stream)
                 try:
-                    if self._is_registered(targets[members[0]]):
-                        torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
-                    else:
+                    if not self._is_registered(targets[members[0]]) or not self._is_queued(device, pairs):
+                        as_it_lies = [copy_plan.as_in_memory(targets[i], sources[i]) for i in members]
+                        pairs = [pair for to, of in as_it_lies for pair in _in_order(to, of)]
                         self._bounce(device).copy(stream, pairs)
                     ended = interface.record(stream)
                 except BaseException:  # some of it may be queued, and is written all the same
@@ -189,6 +190,17 @@ class SideStreams:
             return False
         for address in tuple(self._registered):
             self._unpin(address)
+        return True
+
+    def _is_queued(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Queues the copies; False: a full device cannot put in order what does not lie in memory as it is saved."""
+        try:
+            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+        except torch.OutOfMemoryError:
+            say = logger.info if device in self._full else logger.warning
+            say("%s has no memory left to put tensors in order; the host does, and saves wait for their copies", device)
+            self._full.add(device)
+            return False
         return True
 
     def _stream(self, device: torch.device) -> torch.Stream:
