@@ -210,7 +210,7 @@ class SlotPool:
         self._populator.start(held.slot, done, turn=turn)
 
     def first_turn_alone(self) -> AbstractContextManager[None]:
-        """In the block no page is made of a second slot of a rank."""
+        """Make no page of a second slot of a rank in the block."""
         return self._populator.first_turn_alone()
 
     def populated(self, held: HeldSlot, fault: MemoryRefused | None) -> None:

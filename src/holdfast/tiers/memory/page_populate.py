@@ -128,7 +128,7 @@ class Populator:
             thread.join(JOIN_TIMEOUT_S)
 
     def _start_threads(self) -> None:
-        """As many as there is work for. Under the lock."""
+        """Start as many as there is work for. Under the lock."""
         while self._has_work() and len(self._threads) < min(self._num_threads, len(self._runs)):
             thread = threading.Thread(target=self._run, name="holdfast pages", daemon=True)
             thread.start()
