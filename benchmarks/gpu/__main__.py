@@ -56,10 +56,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="sizes that only try the script")
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of checks")
+    parser.add_argument(
+        "--only", type=int, nargs="+", choices=CALLS["all"], metavar="N", help=f"checks, 1 to {len(CHECKS)}"
+    )
     parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.check:
+    if options.check is not None:
         return check(options)
     deadline = time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
@@ -110,7 +112,7 @@ def supervised(number: int, options: argparse.Namespace, seconds: float) -> dict
 def check(options: argparse.Namespace) -> int:
     """Runs one check here and prints its line."""
     from benchmarks import measure  # noqa: PLC0415 - imports torch
-    from benchmarks.gpu.card import Card, NotHere  # noqa: PLC0415
+    from benchmarks.gpu.card import Card, NoDevice, NotHere  # noqa: PLC0415
 
     _, module, function, _ = CHECKS[options.check - 1]
     line: dict[str, Any] = {"state": "met"}
@@ -129,6 +131,8 @@ def check(options: argparse.Namespace) -> int:
             line["figures"] = rows
         except NotHere as error:
             line |= {"state": "not here", "why": str(error)}
+        except NoDevice as error:
+            line |= {"state": "failed", "why": str(error)}
         except BaseException:  # noqa: BLE001 - whatever it is, the line says so
             line |= {"state": "failed", "why": traceback.format_exc()[-2500:]}
     print(json.dumps({"state": line.pop("state"), **line}), flush=True)

@@ -18,6 +18,10 @@ class NotHere(Exception):
     """This machine cannot show what the check is about; the text says why."""
 
 
+class NoDevice(Exception):
+    """This machine, or the torch that is installed, has no such device; the text says so."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """One number.
@@ -52,6 +56,10 @@ class Card:
 
             device.load()
             self._simulated = device
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None or found.type != kind:
+            here = f"its accelerator is {found.type!r}" if found is not None else "it has no accelerator"
+            raise NoDevice(f"torch {torch.__version__} finds no device {kind!r} here: {here}; --device names another")
         self.device = torch.device(kind, 0)
         self.module: Any = torch.get_device_module(kind)
         self._cycles_per_s = 0.0

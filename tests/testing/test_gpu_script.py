@@ -124,6 +124,27 @@ def test_each_check_writes_a_line_and_what_has_no_time_left_is_told(tmp_path: Pa
     assert run(sys.executable, tmp_path, "--seconds", 1, "--only", 3)[1][1]["state"] == "not begun"
 
 
+def test_a_device_that_is_not_there_is_told_in_a_line(script: Any, sim: ModuleType, tmp_path: Path) -> None:
+    from benchmarks.gpu.card import Card, NoDevice
+
+    for kind in ("cuda", "bogus"):
+        with pytest.raises(NoDevice, match=f"no device '{kind}' here: its accelerator is 'sim'; --device"):
+            Card(kind, small=True, directory=tmp_path)
+    line = script.supervised(3, Namespace(device="bogus", small=True), 60.0)
+    assert line["state"] == "failed"
+    assert line["why"].endswith("it has no accelerator; --device names another")
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "25", "x"])
+def test_a_check_that_does_not_exist_is_refused(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--only", number])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert "argument --only" in capsys.readouterr().err
+
+
 def bare(directory: Path) -> str:
     """A Python that has what a machine with a card is said to have, and nothing else."""
     venv.create(directory, symlinks=True)
