@@ -30,7 +30,8 @@ def slowdown(card: Card) -> list[Figure]:
     torch.manual_seed(0)
     model = ByteGPT(shape).to(card.device, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    batch = torch.randint(0, 256, (card.size(8, 2), shape.context + 1), device=card.device)
+    # 32: a step takes longer than the copy of the state and its hashing do.
+    batch = torch.randint(0, 256, (card.size(32, 2), shape.context + 1), device=card.device)
 
     def step() -> None:
         model(batch[:, :-1], batch[:, 1:]).backward()
@@ -82,6 +83,7 @@ def _job(
         "-m",
         "holdfast.elastic.launch.run_command",
         f"--nproc-per-node={ranks}",
+        "--standalone",
         "--max-restarts=3",
         "--watchdog=quick",
     ]

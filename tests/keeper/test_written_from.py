@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from holdfast.core.versions.slot_guard import SlotState, reusable
 from holdfast.core.versions.writer_failover import Order
 from holdfast.keeper.replication.replicator import Replicator, _NotYet
 from holdfast.keeper.rpc.messages import ImageSpan
+from holdfast.keeper.slots.idle_windows import Windows
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import Activities
@@ -204,6 +207,25 @@ def test_what_waits_for_a_job_that_is_over_is_unpinned(node: Node, monkeypatch: 
 
     assert not own.pins
     assert not copied.pins
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_version_that_several_threads_hash_gets_the_seal_of_one(node: Node, num_threads: int) -> None:
+    sealed = threading.Event()
+    node.state.layouts = {1: SimpleNamespace(bundles=(REFS[1],))}
+    node.state.callbacks.changed = sealed.set
+    windows = Windows(shown=lambda _: None, listen=nothing, wanted=lambda _: False, stay=nothing)
+    sealer, held = Sealer(node.state, Events(), windows, num_threads=num_threads), node.hold(V, 1, 0)
+    held.slot.view[:NUM_BYTES] = random.Random(7).randbytes(NUM_BYTES)
+    try:
+        with node.state.lock:
+            sealer.put(held, V, [ImageSpan(REFS[1], 0, NUM_BYTES)])
+        assert sealed.wait(60)
+    finally:
+        sealer.stop()
+    assert held.state is SlotState.SEALED
+    assert held.images["r1"].seal == image_format.seal("r1", held.slot.view[:NUM_BYTES])
+    assert len(held.images["r1"].seal.chunk_digests) == 3
 
 
 def test_an_order_pins_each_slot_once(node: Node) -> None:

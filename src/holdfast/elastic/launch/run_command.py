@@ -69,6 +69,7 @@ from holdfast.elastic.launch import foreign_launcher_env
 from holdfast.elastic.launch.agent import Agent
 from holdfast.elastic.launch.agent_options import EXIT_GRACE_S, Program, Rules
 from holdfast.elastic.launch.compile_cache import CompileCache, make_cache
+from holdfast.elastic.launch.device_questions import asked_in_a_child
 from holdfast.elastic.launch.keeper_hints import KeeperHints
 from holdfast.elastic.launch.rendezvous.standby_store import any_calls
 from holdfast.elastic.launch.rendezvous.store_failover import SILENT_S, MovingRendezvous, fall_silent
@@ -417,7 +418,8 @@ def _num_nodes(text: str) -> tuple[int, int]:
 
 def _launch_config(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
     try:
-        return config_from_args(args)
+        with asked_in_a_child():
+            return config_from_args(args)
     except (ValueError, AssertionError) as error:
         raise UsageError(str(error), remedy="see holdfast run --help") from error
 

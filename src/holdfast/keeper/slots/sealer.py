@@ -1,15 +1,18 @@
 """Sealing: hash what the trainer copied, write the header last, then say so. Off the trainer's time.
 
-One worker; xxh3 runs at the speed of memory and releases the GIL. The slot is pinned meanwhile. If the version was
+One version after the other, its chunks on several threads where there are cores: the next save may wait for the slot, and one
+thread hashes a state of 10 GiB for longer than a device takes to copy it. The slot is pinned meanwhile. If the version was
 abandoned before the header was written, no header is written. Where the trainer shows its waits, chunks are hashed in
-them (`keeper.slots.idle_windows`).
+them, one after the other (`keeper.slots.idle_windows`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.base.errors import HoldfastError, KeeperError
@@ -28,6 +31,13 @@ from holdfast.tiers.memory.slots import ImagePlace
 logger = logging.getLogger(__name__)
 
 _PIN = "sealing"
+# One core of so many hashes: a quarter is for the keeper, as when pages are made.
+CORES_PER_THREAD = 4
+
+
+def threads_here() -> int:
+    """Returns how many threads may hash at once: a quarter of the cores that this process may use, and at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // CORES_PER_THREAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +48,15 @@ class _Job:
 
 
 class Sealer:
-    """Turns copied slots into sealed ones; in the waits that trainers show, if they do."""
+    """Turns copied slots into sealed ones; in the waits that trainers show, if they do.
 
-    def __init__(self, state: NodeState, events: Events, windows: Windows) -> None:
+    Args:
+        num_threads: that hash chunks of one version at once.
+    """
+
+    def __init__(self, state: NodeState, events: Events, windows: Windows, *, num_threads: int | None = None) -> None:
+        num_threads = threads_here() if num_threads is None else num_threads
+        self._threads = ThreadPoolExecutor(num_threads, "holdfast hashes") if num_threads > 1 else None
         self._state = state
         self._events = events
         self._windows = windows
@@ -73,6 +89,8 @@ class Sealer:
     def stop(self) -> None:
         """Ends the worker."""
         self._worker.stop()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def idle(self) -> bool:
@@ -85,7 +103,10 @@ class Sealer:
             places = {}
             for span in job.images:
                 view = held.slot.view[span.offset : span.offset + span.length]
-                seal = image_format.seal(span.ref.bundle_id, view, before=lambda size: turns.wait(held.rank, size))
+                if self._threads is None or self._windows.shown(held.rank) is not None:
+                    seal = image_format.seal(span.ref.bundle_id, view, before=lambda size: turns.wait(held.rank, size))
+                else:
+                    seal = image_format.seal(span.ref.bundle_id, view, each=self._threads.map)
                 places[span.ref.bundle_id] = ImagePlace(span.ref, span.offset, seal)
             turns.done()
             with state.lock:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, TypeAlias
@@ -353,13 +353,28 @@ def image_digest(chunk_digests: tuple[str, ...]) -> str:
     return xxhash.xxh3_128_hexdigest(bytes.fromhex("".join(chunk_digests)))
 
 
-def seal(bundle_id: str, view: Bytes, *, before: Callable[[int], object] = lambda _: None) -> Seal:
-    """The proof of what `view` holds now; `before` is called before each chunk, with its length in bytes."""
-    digests = []
-    for chunk in chunks(view):
+def seal(
+    bundle_id: str,
+    view: Bytes,
+    *,
+    before: Callable[[int], object] = lambda _: None,
+    each: Callable[[Callable[[memoryview], str], Iterable[memoryview]], Iterable[str]] = map,
+) -> Seal:
+    """Returns the proof of what `view` holds now.
+
+    Args:
+        bundle_id: whose image it is.
+        view: the whole image.
+        before: called before each chunk, with its length in bytes.
+        each: hashes all chunks and gives their digests in the chunks' order, as `map` does; an executor's does it on threads.
+    """
+
+    def digest(chunk: memoryview) -> str:
         before(len(chunk))
-        digests.append(chunk_digest(chunk))
-    return Seal(bundle_id, memoryview(view).nbytes, image_digest(tuple(digests)), tuple(digests))
+        return chunk_digest(chunk)
+
+    digests = tuple(each(digest, chunks(view)))
+    return Seal(bundle_id, memoryview(view).nbytes, image_digest(digests), digests)
 
 
 def verify(view: Bytes, seal: Seal, where: str) -> None:
