@@ -25,7 +25,7 @@ def figures(results: Path) -> str:
         machine = next((row["machine"] for row in rows if "machine" in row), {})
         told = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "load")
         head = ("figure", "value", "goal", "against the goal")
-        found = [row for row in rows if "metric" in row]
+        found = [figure for row in rows for figure in row.get("figures", [row]) if "metric" in figure]
         if found:
             parts[path.stem] = f"{told}\n\n" + table(head, [_row(row) for row in found])
     text = "Figures of the last full run of each benchmark. [What each means](../project/benchmarks.md)."

@@ -21,6 +21,7 @@ from holdfast.core.versions.slot_guard import SlotState, reusable
 from holdfast.core.versions.writer_failover import Order
 from holdfast.keeper.replication.replicator import Replicator, _NotYet
 from holdfast.keeper.rpc.messages import ImageSpan
+from holdfast.keeper.slots import sealer as sealer_module
 from holdfast.keeper.slots.idle_windows import Windows
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
@@ -210,12 +211,15 @@ def test_what_waits_for_a_job_that_is_over_is_unpinned(node: Node, monkeypatch: 
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_version_that_several_threads_hash_gets_the_seal_of_one(node: Node, num_threads: int) -> None:
+def test_a_version_that_several_threads_hash_gets_the_seal_of_one(
+    node: Node, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealer_module, "threads_here", lambda: num_threads)
     sealed = threading.Event()
     node.state.layouts = {1: SimpleNamespace(bundles=(REFS[1],))}
     node.state.callbacks.changed = sealed.set
     windows = Windows(shown=lambda _: None, listen=nothing, wanted=lambda _: False, stay=nothing)
-    sealer, held = Sealer(node.state, Events(), windows, num_threads=num_threads), node.hold(V, 1, 0)
+    sealer, held = Sealer(node.state, Events(), windows), node.hold(V, 1, 0)
     held.slot.view[:NUM_BYTES] = random.Random(7).randbytes(NUM_BYTES)
     try:
         with node.state.lock:

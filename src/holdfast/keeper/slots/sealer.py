@@ -48,14 +48,10 @@ class _Job:
 
 
 class Sealer:
-    """Turns copied slots into sealed ones; in the waits that trainers show, if they do.
+    """Turns copied slots into sealed ones; in the waits that trainers show, if they do."""
 
-    Args:
-        num_threads: that hash chunks of one version at once.
-    """
-
-    def __init__(self, state: NodeState, events: Events, windows: Windows, *, num_threads: int | None = None) -> None:
-        num_threads = threads_here() if num_threads is None else num_threads
+    def __init__(self, state: NodeState, events: Events, windows: Windows) -> None:
+        num_threads = threads_here()
         self._threads = ThreadPoolExecutor(num_threads, "holdfast hashes") if num_threads > 1 else None
         self._state = state
         self._events = events
