@@ -177,6 +177,8 @@ def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make)
     pid = checkpointer.keeper_status()["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
+        # A thread of it may answer until one that was asleep has taken the signal.
+        eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         for step in (1, 2, 3):
             trainee.train()
             handle = checkpointer.save(step)
