@@ -214,7 +214,7 @@ def test_what_waits_for_a_job_that_is_over_is_unpinned(node: Node, monkeypatch: 
 def test_a_version_that_several_threads_hash_gets_the_seal_of_one(
     node: Node, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealer_module, "threads_here", lambda: num_threads)
+    monkeypatch.setattr(sealer_module, "share_of_cores", lambda **_: num_threads)
     sealed = threading.Event()
     node.state.layouts = {1: SimpleNamespace(bundles=(REFS[1],))}
     node.state.callbacks.changed = sealed.set

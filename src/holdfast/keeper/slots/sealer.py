@@ -9,7 +9,6 @@ them, one after the other (`keeper.slots.idle_windows`).
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,18 +25,12 @@ from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
+from holdfast.tiers.memory.page_populate import share_of_cores
 from holdfast.tiers.memory.slots import ImagePlace
 
 logger = logging.getLogger(__name__)
 
 _PIN = "sealing"
-# One core of so many hashes: a quarter is for the keeper, as when pages are made.
-CORES_PER_THREAD = 4
-
-
-def threads_here() -> int:
-    """Returns how many threads may hash at once: a quarter of the cores that this process may use, and at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // CORES_PER_THREAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ class Sealer:
     """Turns copied slots into sealed ones; in the waits that trainers show, if they do."""
 
     def __init__(self, state: NodeState, events: Events, windows: Windows) -> None:
-        num_threads = threads_here()
+        num_threads = share_of_cores(fewest=1)
         self._threads = ThreadPoolExecutor(num_threads, "holdfast hashes") if num_threads > 1 else None
         self._state = state
         self._events = events

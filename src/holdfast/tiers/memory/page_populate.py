@@ -184,7 +184,11 @@ def _unwanted() -> MemoryRefused:
     return MemoryRefused("the memory was given back before it was complete")
 
 
-def share_of_cores() -> int:
-    """Return how many threads a keeper has for pages: a quarter of the cores that this process may use."""
+def share_of_cores(fewest: int = LEAST_THREADS) -> int:
+    """Return how many threads a keeper has for pages, or for hashing: a quarter of the cores that this process may use.
+
+    Args:
+        fewest: threads on a machine of few cores.
+    """
     num_cores = len(os.sched_getaffinity(0))
-    return min(num_cores, MAX_THREADS, max(LEAST_THREADS, num_cores // CORES_PER_THREAD))
+    return min(num_cores, MAX_THREADS, max(fewest, num_cores // CORES_PER_THREAD))
