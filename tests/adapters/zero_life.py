@@ -53,9 +53,10 @@ class Pocket:
 
 torch.set_num_threads(1)
 torch.set_num_threads(int(os.environ.get("THREADS", "1")))  # with more than one nothing is rehearsed
-root, script = sys.argv[1:]
+root, script = sys.argv[1:3]
 order = RunOrder(1, arguments=(script,), environment=dict(os.environ))
 sys.path.insert(0, os.path.dirname(script))
+sys.argv = [script, *sys.argv[3:]]
 if "POCKET" in os.environ:
     loop.Checkpointer = Pocket
 if root == "-":
