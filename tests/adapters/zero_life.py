@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.adapters.zero import loop
+from holdfast.adapters.zero import loop, nested_loop
 from holdfast.adapters.zero.launcher import ScriptLauncher
 from holdfast.checkpoint.state.training_state import State
 from holdfast.elastic.worker.agent_channel import RunOrder
@@ -58,7 +58,7 @@ order = RunOrder(1, arguments=(script,), environment=dict(os.environ))
 sys.path.insert(0, os.path.dirname(script))
 sys.argv = [script, *sys.argv[3:]]
 if "POCKET" in os.environ:
-    loop.Checkpointer = Pocket
+    loop.Checkpointer = nested_loop.Checkpointer = Pocket
 if root == "-":
     run_script(order)
 else:

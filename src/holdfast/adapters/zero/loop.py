@@ -222,12 +222,14 @@ def close(checkpointer: Checkpointer) -> None:
 
 
 def differs(name: str) -> str:
+    """Returns what is told of a value that a rehearsal did not make again; empty if there is none."""
     if not name:
         return ""
     return f"a rehearsal of a restart differs in {name!r}: some state that its steps depend on is in no version"
 
 
 def unknown(changes: Changes, reason: str) -> str:
+    """Returns why an object that nobody can look into is in the way where nothing is rehearsed."""
     (path, kind), *_ = changes.before.unknown
     return (
         f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next, and the first steps are not rehearsed: "
@@ -349,11 +351,11 @@ class _Carried:
         after: dict[str, Any] = {}
         if number == len(self._steps) - 1:
             for name in self._loop.after:
-                packed = packed(names.get(name, self), number=name in self._loop.numbers)
-                if packed is None:
+                value = packed(names.get(name, self), number=name in self._loop.numbers)
+                if value is None:
                     say(f"the last step is made again after a failure behind the loop, which reads {name!r}")
                     return False
-                after[name] = packed
+                after[name] = value
         changed = self._changes.now()
         carried = {name: names[name] for name in self._loop.carried if name in names and is_plain(names[name])}
         self.doubt(changed.reason or self._why_unsure(carried, names))
@@ -465,6 +467,7 @@ def packed(value: Any, *, number: bool) -> Any:
 
 
 def unpacked(packed: Mapping[str, Any]) -> Any:
+    """Returns the value that was stored."""
     if "plain" in packed:
         return packed["plain"]
     return torch.tensor(packed["tensor"], dtype=getattr(torch, packed["dtype"]), device=packed["device"])

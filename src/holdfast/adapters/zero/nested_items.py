@@ -32,8 +32,10 @@ _SAMPLERS = (
     sampler.SequentialSampler, sampler.RandomSampler, sampler.SubsetRandomSampler, sampler.WeightedRandomSampler,
     distributed.DistributedSampler,
 )  # fmt: skip
-_SEQUENCES = (list, tuple, str, bytes, dict, type({}.keys()), type({}.values()), type({}.items()))
-_PLAIN_ITERATORS = tuple(type(iter(x)) for x in ([], (), range(0), "", b"", {}, {}.values(), {}.items()))  # type: ignore[arg-type, call-overload]
+_NONE: dict[int, int] = {}
+_SEQUENCES = (list, tuple, str, bytes, dict, type(_NONE.keys()), type(_NONE.values()), type(_NONE.items()))
+_EMPTY: tuple[Iterable[Any], ...] = ([], (), range(0), "", b"", _NONE, _NONE.values(), _NONE.items())
+_PLAIN_ITERATORS = tuple(type(iter(each)) for each in _EMPTY)
 _MAX_DEPTH = 6
 
 
@@ -170,7 +172,7 @@ def _counted(value: Any) -> _Way:
 def _bar_of(value: Any) -> Any:
     """Returns the progress bar of tqdm that this is, or that its iterator belongs to; None for all else."""
     if isinstance(value, GeneratorType) and "tqdm" in value.gi_code.co_filename:
-        if inspect.getgeneratorstate(value) != inspect.GEN_CREATED:
+        if inspect.getgeneratorstate(value) != inspect.GEN_CREATED or value.gi_frame is None:
             return None
         value = user_frames.own(value.gi_frame).get("self")
     is_bar = any(part.__module__.partition(".")[0] == "tqdm" for part in type(value).__mro__)
@@ -227,9 +229,9 @@ def _loader_iterator(value: Any, items: Items) -> _Way:
 
         def behind(number: int) -> Iterator[Any]:
             for _ in range(number):
-                value._next_index()
+                value._next_index()  # type: ignore[no-untyped-call]
             value._num_yielded += number
-            return value  # type: ignore[no-any-return]
+            return value
 
         return _Way(["loader", size], size, lambda: value, behind)
     items.told = "what is skipped is loaded again: a loader with workers, or over a stream"

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.zero import loop as plain
-from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, say
+from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, does_clear, say
 from holdfast.adapters.zero.nested_items import Items
 from holdfast.adapters.zero.nested_look import Entry, Looker, is_function
 from holdfast.adapters.zero.nested_objects import collect
@@ -194,6 +193,9 @@ class KeptLoops:
                 yield from self._inner(entry, items, run)
             if outermost:
                 self._left = True
+        except Exception as error:
+            run.fails(error)
+            raise
         finally:
             del self._stack[self._stack.index(entry) :]
             if outermost and self._run is not None:
@@ -271,7 +273,7 @@ class _Run:
         self._state = NestedState(nest, outermost, began, group)
         self._state.stepped = _stepped(found)
         self._objects = {**found.objects, "main_values": self._state}
-        self._checkpointer = plain.Checkpointer(root, **self._objects)
+        self._checkpointer = Checkpointer(root, **self._objects)
         if group.rank == 0:
             say(f"this script is kept in {root}: {', '.join(sorted(found.objects))}")
         make = functools.partial(State, self._objects, rank=0, world_size=1)
@@ -302,7 +304,11 @@ class _Run:
             check.begin(self._objects)
             if check.child:
                 adopt()
-                self._child, self._checks = check, []
+                self._parents, self._child, self._checks = (
+                    self._checks,
+                    check,
+                    [],
+                )  # their lines must not be collected here
                 check.taken()
                 self._pending = self._state.restored
                 return True
@@ -395,7 +401,7 @@ class _Run:
     def inner_begins(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
         """Returns the version that was taken up, if there is one."""
         *_, entry = entries
-        self._clears[entry.site.number] = plain.does_clear(entry.site.clears, entry.names(), self._state.stepped)
+        self._clears[entry.site.number] = does_clear(entry.site.clears, entry.names(), self._state.stepped)
         if self._pending is None:
             return None
         version, depth = self._pending, len(entries) - 1
@@ -423,7 +429,8 @@ class _Run:
         return version
 
     def _goes_to(self, entry: Entry, depth: int) -> None:
-        assert self._pending is not None and entry.items is not None
+        assert self._pending is not None
+        assert entry.items is not None
         number, taken, shape = self._pending["position"][depth][:3]
         if number != entry.site.number or list(shape) != entry.items.shape:
             self.unfit(f"the loop of line {entry.site.line} is not the one that was saved, or goes over something else")
@@ -502,6 +509,11 @@ class _Run:
         self._end_checks()
         self.count.close()
         close(self._checkpointer)  # what was saved before that is right
+
+    def fails(self, error: Exception) -> None:
+        """An error of ours, or of the items: the child that rehearses tells it."""
+        if self._child is not None:
+            self._child.refused(f"{type(error).__name__}: {error}")
 
     def end(self, *, in_order: bool) -> None:
         """The outermost loop is left."""

@@ -99,13 +99,8 @@ class _Found:
             self.optimizers[id(value)] = value
         elif isinstance(value, torch.Tensor):
             self._tensor(path, value, top=top and judge, judge=judge)
-        elif isinstance(value, DataLoader):
-            if judge and isinstance(value, Stateful):
-                self._refuse(f"{path!r}, a {_kind(value)}, has a place of its own in the data")
         elif isinstance(value, Stateful) and not isinstance(value, type):
-            self.kept.objects[f"main_{path}"] = value
-            if self._is_of_user(value):
-                self._parts(path, _attributes(value), depth, judge=False)
+            self._stateful(path, value, depth, judge=judge)
         elif isinstance(value, _CONTAINERS):
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             self._parts(path, ((f"[{key!r}]", part) for key, part in parts), depth, judge=judge)
@@ -119,6 +114,15 @@ class _Found:
     def _parts(self, path: str, parts: Iterable[tuple[str, Any]], depth: int, *, judge: bool) -> None:
         for name, part in parts:
             self.visit(f"{path}{name}", part, depth + 1, judge=judge)
+
+    def _stateful(self, path: str, value: Any, depth: int, *, judge: bool) -> None:
+        if isinstance(value, DataLoader):
+            if judge:
+                self._refuse(f"{path!r}, a {_kind(value)}, has a place of its own in the data")
+            return
+        self.kept.objects[f"main_{path}"] = value
+        if self._is_of_user(value):
+            self._parts(path, _attributes(value), depth, judge=False)
 
     def _tensor(self, path: str, value: torch.Tensor, *, top: bool, judge: bool) -> None:
         if judge and value.requires_grad and value.is_leaf:

@@ -135,6 +135,7 @@ def _why_no_container(name: str, value: Any) -> str:
 
 
 def never_changes(value: Any) -> bool:
+    """Tell whether this keeps nothing from one step to the next, or what `reach.py` sees."""
     if isinstance(value, tuple | frozenset):
         return all(never_changes(part) for part in value)
     if inspect.isgenerator(value) or hasattr(value, "__next__"):

@@ -208,40 +208,42 @@ class Reach:
         walk = _Walk(self._is_users, hidden, self._kept, local, self._told)
         walk.found.owners[""] = Owner(main.__setitem__, main.pop)
         scopes = [scope for _, scope in frames] + [main]
-        names = self._named
-        if names is None:
-            names = {id(value): name for scope in scopes for name, value in scope.items() if name not in self._sets}
+        names = self._named or {
+            id(value): name for scope in scopes for name, value in scope.items() if name not in self._sets
+        }
         if carried is None:
             carried = {name: scopes[0].get(name, main.get(name)) for name in self._carried}
         for name, value in carried.items():
             walk.share(name, value)
         for number, thing in enumerate(self._kept):
             walk.inside(names.get(id(thing), f"kept{number}"), thing)
-        sets = self._sets
-        for path, scope in frames:
-            for name in self._in_order(scope):
-                if name not in sets:
-                    walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
-            sets = frozenset()
+        for number, (path, scope) in enumerate(frames):
+            self._visit(walk, path, scope, without=frozenset() if number else self._sets)
         for name in self._in_order(main):
             if not name.startswith("__") and name not in walk.hidden:
                 walk.visit(name, main[name], asks=ALL if name in self._used else NOTHING, hold=("", name))
                 if name in self._used:
                     walk.foreign(name, main[name])
         for path, scope in inner:
-            for name in self._in_order(scope):
-                walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
+            self._visit(walk, path, scope)
         walk.settings()
         if self._pops or walk.pops:
             kind = "set in a script that pops, by an order that cannot be read,"
             walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
         return walk.found
 
+    def _visit(
+        self, walk: _Walk, path: str, scope: Mapping[str, Any], *, without: frozenset[str] = frozenset()
+    ) -> None:
+        """Looks at the names of a function."""
+        for name in self._in_order(scope.keys() - without):
+            walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
+
     def is_of_user(self, value: Any) -> bool:
         """Tell whether the class of a value, or one that this is made from, is the user's."""
         return any(self._is_users(kind.__module__) for kind in type(value).__mro__)
 
-    def _in_order(self, names: Mapping[str, Any]) -> list[str]:
+    def _in_order(self, names: Iterable[str]) -> list[str]:
         """Lists what the loop uses first, so that what is reached twice counts as used."""
         return sorted((str(name) for name in names), key=lambda name: (name not in self._used, name))
 

@@ -149,6 +149,7 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
+    """Yields the modules that a script imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -319,6 +320,7 @@ def only_members(tree: ast.Module) -> set[str]:
 
 
 def lines_of(loop: ast.For, functions: Iterable[Function]) -> dict[str, int]:
+    """Returns, by attribute or name, the first line that stores to it or calls a method of it."""
     found: dict[str, int] = {}
     for part in (loop, *functions):
         for node in ast.walk(part):
