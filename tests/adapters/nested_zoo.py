@@ -440,7 +440,7 @@ for epoch in range(3):
         again=(("N", "1"),), kills=("2,3",),
     ),
     "other data at the second time": Case(
-        inline(pre="loader = DataLoader(dataset, batch_size=int(os.environ.get('N', 4)), shuffle=True)"), "not the one that was saved",
+        inline(pre="loader = DataLoader(dataset, batch_size=int(os.environ.get('N', 4)), shuffle=True)"), "batch_size",
         again=(("N", "2"),), kills=("2,3",),
     ),
     "goes on from a file of its own": Case(inline(

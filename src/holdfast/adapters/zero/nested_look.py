@@ -17,7 +17,7 @@ import xxhash
 from holdfast.adapters.zero.changes import Changes
 from holdfast.adapters.zero.nested_items import Items
 from holdfast.adapters.zero.nested_script import Nest, Site
-from holdfast.adapters.zero.reach import Look, Reach
+from holdfast.adapters.zero.reach import Look, Reach, is_plain
 from holdfast.checkpoint.usage.user_frames import own
 
 
@@ -115,6 +115,8 @@ class Looker:
         dead: dict[int, set[str]] = {}
         for site, frame in stack:
             dead.setdefault(_key(frame), set()).update(site.dead)
+            names = own(frame) if is_function(frame) else self._main
+            dead[_key(frame)].update(name for name in site.loose if name in names and not is_plain(names[name]))
         site, frame = stack[-1]
         dead[_key(frame)] |= site.sets - set(site.lives) if site.outer else site.sets
         hidden = dead.get(0, set())

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, does_clear, say
+from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, say
 from holdfast.adapters.zero.nested_items import Items
 from holdfast.adapters.zero.nested_look import Entry, Looker, is_function
 from holdfast.adapters.zero.nested_objects import collect
@@ -42,6 +42,7 @@ from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.training_state import State
+from holdfast.checkpoint.usage.cleared_gradients import proven
 from holdfast.checkpoint.usage.replay_check import SelfCheck, why_not
 from holdfast.checkpoint.usage.user_frames import own
 
@@ -268,7 +269,6 @@ class _Run:
     ) -> None:
         self._nest, self._root, self._looker, self._group = nest, root, looker, group
         self._outermost = outermost
-        self._drawn = packed_randomness()
         began = outermost.changes.began(nest.used, nest.bounds, inside=True) if nest.reads_files else {}
         self._state = NestedState(nest, outermost, began, group)
         self._state.stepped = _stepped(found)
@@ -283,7 +283,7 @@ class _Run:
         self._pending: dict[str, Any] | None = None
         self._number = self._unsaved = -1
         self._ended = False
-        self._clears: dict[int, bool] = {}
+        self._cleared: dict[int, frozenset[int]] = {}
 
     @property
     def looks(self) -> bool:
@@ -296,6 +296,7 @@ class _Run:
         Args:
             adopt: called in the child that rehearses.
         """
+        self._state.randomness = packed_randomness()
         reason = _why_not_rehearsed(self._objects)
         for check in self._checks:
             if reason:
@@ -311,6 +312,8 @@ class _Run:
                 )  # their lines must not be collected here
                 check.taken()
                 self._pending = self._state.restored
+                assert self._pending is not None
+                put_randomness(self._pending["randomness"])
                 return True
         self._state.rehearses(self._checks[0].reason)
         try:
@@ -332,7 +335,8 @@ class _Run:
         if self._state.restored is not None and self._state.restored["position"]:
             self._end_checks()  # the run that saved made them
             self._pending = self._state.restored
-            put_randomness(self._drawn)
+            self._state.randomness = self._pending["randomness"]
+            put_randomness(self._state.randomness)
         return True
 
     def goes_on(self) -> None:
@@ -401,7 +405,10 @@ class _Run:
     def inner_begins(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
         """Returns the version that was taken up, if there is one."""
         *_, entry = entries
-        self._clears[entry.site.number] = does_clear(entry.site.clears, entry.names(), self._state.stepped)
+        names = entry.names()
+        self._cleared[entry.site.number] = proven(
+            entry.site.gradients, functools.partial(_resolved, names, entry.site), self._state.stepped
+        )
         if self._pending is None:
             return None
         version, depth = self._pending, len(entries) - 1
@@ -466,7 +473,7 @@ class _Run:
             return
         *_, entry = entries
         number = self._number + 1
-        if not self._state.note(entries, number, clears=self._clears.get(entry.site.number, False)):
+        if not self._state.note(entries, number, self._cleared.get(entry.site.number, frozenset())):
             if self._child is None:
                 say(f"the last step of the loop of line {entry.site.line} is made again after a failure behind it")
             return
@@ -550,6 +557,16 @@ def _unknown(entry: Entry, reason: str) -> str:
 
 def _first_difference(saved: dict[str, str], now: dict[str, str]) -> str:
     return next((path for path in (*saved, *now) if saved.get(path) != now.get(path)), "")
+
+
+def _resolved(names: dict[str, Any], site: Site, path: str) -> Any:
+    """Returns what a path means where a loop stands; None if nobody knows, or if the loop sets it."""
+    name, *attributes = path.split(".")
+    thing = None if name in site.sets else names.get(name)
+    for attribute in attributes:
+        held = getattr(thing, "__dict__", {})
+        thing = held.get(attribute, held.get("_modules", {}).get(attribute))
+    return thing
 
 
 def _stepped(found: Kept) -> list[torch.Tensor]:

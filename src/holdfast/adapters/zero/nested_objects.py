@@ -7,6 +7,7 @@ reads leads to it: through attributes of the script's objects, lists, dicts. Wha
 from __future__ import annotations
 
 import argparse
+import re
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -120,7 +121,7 @@ class _Found:
             if judge:
                 self._refuse(f"{path!r}, a {_kind(value)}, has a place of its own in the data")
             return
-        self.kept.objects[f"main_{path}"] = value
+        self._keep(path, value)
         if self._is_of_user(value):
             self._parts(path, _attributes(value), depth, judge=False)
 
@@ -128,7 +129,13 @@ class _Found:
         if judge and value.requires_grad and value.is_leaf:
             self._refuse(f"{path!r} is a tensor with a gradient outside of a module")
         elif top:
-            self.kept.objects[f"main_{path}"] = {"tensor": value}
+            self._keep(path, {"tensor": value})
+
+    def _keep(self, path: str, value: Any) -> None:
+        name = "main_" + re.sub(r"\W+", "_", path).strip("_")
+        while name in self.kept.objects:
+            name += "_"
+        self.kept.objects[name] = value
 
     def _refuse(self, reason: str) -> None:
         self.reason = self.reason or reason

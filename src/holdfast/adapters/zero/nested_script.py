@@ -23,13 +23,13 @@ from holdfast.adapters.zero.script import (
     NO_LOOP,
     READS,
     Leaving,
-    clears_first,
     imported,
     lines_of,
     only_members,
     only_numbers,
     read_by_text,
 )
+from holdfast.checkpoint.usage.cleared_gradients import Event, read
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 _Place = tuple[int, int]
@@ -49,7 +49,7 @@ class Site:
         numbers: those of them of which only the number is asked for.
         sets: names that the loop sets.
         dead: of an outer loop: names whose values nobody reads any more while an inner loop runs.
-        clears: what every turn clears of gradients before it computes new ones, as written.
+        gradients: what every turn clears and reads of gradients, in order.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Site:
     numbers: frozenset[str]
     sets: frozenset[str]
     dead: frozenset[str]
-    clears: str
+    gradients: tuple[Event, ...]
 
     @property
     def lives(self) -> tuple[str, ...]:
@@ -180,26 +180,30 @@ def _scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
 
 
 class _Calls:
-    """What code of the script reaches: by name, as a method, as a function that is handed on."""
+    """What code of the script reaches: by name, as a method, as a function that is handed on.
+
+    Attributes:
+        functions, methods: of the script, by name.
+    """
 
     def __init__(self, tree: ast.Module) -> None:
-        self._methods: dict[str, list[ast.AST]] = {}
-        self._functions: dict[str, list[ast.AST]] = {}
+        self.methods: dict[str, list[ast.AST]] = {}
+        self.functions: dict[str, list[ast.AST]] = {}
         inside: set[int] = set()
         for kind in ast.walk(tree):
             if isinstance(kind, ast.ClassDef):
                 own_methods = [part for part in kind.body if isinstance(part, Function)]
                 inside.update(map(id, own_methods))
                 for part in own_methods:
-                    self._methods.setdefault(part.name, []).append(part)
-                self._functions[kind.name] = [part for part in own_methods if part.name == "__init__"]
+                    self.methods.setdefault(part.name, []).append(part)
+                self.functions[kind.name] = [part for part in own_methods if part.name == "__init__"]
         for node in ast.walk(tree):
             if isinstance(node, Function) and id(node) not in inside:
-                self._functions.setdefault(node.name, []).append(node)
+                self.functions.setdefault(node.name, []).append(node)
             elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
                 for target in node.targets:
                     if isinstance(target, ast.Name):
-                        self._functions.setdefault(target.id, []).append(node.value)
+                        self.functions.setdefault(target.id, []).append(node.value)
         self._found: dict[int, list[ast.AST]] = {}
 
     def nodes(self, parts: Sequence[ast.AST]) -> list[ast.AST]:
@@ -215,9 +219,9 @@ class _Calls:
             for node in ast.walk(part):
                 found.append(node)
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                    waiting += self._functions.get(node.id, [])
+                    waiting += self.functions.get(node.id, [])
                 elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                    waiting += self._methods.get(node.attr, [])
+                    waiting += self.methods.get(node.attr, [])
         return found
 
     def inside(self, loop: ast.For | ast.While) -> list[ast.AST]:
@@ -261,10 +265,7 @@ def _site(
     ambient = (known.ambient - targets) | read_by_text(tree, loop)
     must = _carried(loop, Reader(targets, known, runs=True), sets, outside, ambient)
     may = _carried(loop, Reader(targets, known), sets, outside, ambient)
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
-    clears = "" if inner else clears_first(loop.body, functions, frozenset()) or ""
-    if clears.partition(".")[0] in sets:
-        clears = ""
+    gradients = () if inner else read(loop.body, calls.functions, calls.methods)
     after = (sets & outside) - may
     before = _set_before(loop, _place_of(loop.body, calls, inner)) if inner else set()
     return Site(
@@ -277,7 +278,7 @@ def _site(
         numbers=frozenset(name for name in after if only_numbers(scope, loop, name)),
         sets=frozenset(sets),
         dead=frozenset(sets - before - may - targets) if inner else frozenset(sets),
-        clears=clears,
+        gradients=gradients,
     )
 
 

@@ -43,6 +43,7 @@ class NestedState:
         unsure: why no version of this run can be right any more.
         alone: whether this rank is the job.
         stepped: the parameters that the optimizers step.
+        randomness: that the outermost loop began with.
         placing: the look whose values and owners take what a version carries; None: it is only noted.
     """
 
@@ -53,18 +54,19 @@ class NestedState:
         self.refused = self.unsure = self.unrehearsed = ""
         self.stepped: Sequence[torch.Tensor] = ()
         self.placing: Look | None = None
+        self.randomness: dict[str, Any] = {}
         self._noted: dict[str, Any] = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
-            "unsure": "", "began": began, "number": -1, "entry": outermost.drawn,
+            "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {},
         }  # fmt: skip
 
-    def note(self, entries: Sequence[Entry], number: int, *, clears: bool) -> bool:
+    def note(self, entries: Sequence[Entry], number: int, cleared: frozenset[int]) -> bool:
         """Takes everything as it is now, behind a step of the innermost loop; False: this step must be in no version.
 
         Args:
             entries: the loops that run.
             number: of the step.
-            clears: whether every step surely clears the gradients first.
+            cleared: parameters whose gradients every step surely clears before it reads them.
         """
         *_, inner = entries
         names = inner.names()
@@ -81,7 +83,7 @@ class NestedState:
                 )
         changed = inner.changes.now()
         carried, lost = self.living(inner.site, names)
-        self.doubt(changed.reason or self._why_unsure(carried, clears=clears) or self._of_items(entries))
+        self.doubt(changed.reason or self._why_unsure(carried, cleared) or self._of_items(entries))
         self._noted = {
             "range": [],
             "position": [_place(entry) for entry in entries],
@@ -95,6 +97,7 @@ class NestedState:
             "began": self._began,
             "number": number,
             "entry": self._outermost.drawn,
+            "randomness": self.randomness,
         }
         return True
 
@@ -174,15 +177,18 @@ class NestedState:
             found[name] = value
         return found
 
-    def _why_unsure(self, carried: Mapping[str, Any], *, clears: bool) -> str:
+    def _why_unsure(self, carried: Mapping[str, Any], cleared: frozenset[int]) -> str:
         try:
             value_codec.encode(dict(carried))
         except Exception as error:  # noqa: BLE001 - values of other people
             return f"what lives from one step to the next cannot be carried: {error}"
-        if not clears:
-            for parameter in self.stepped:
-                if parameter.grad is not None and bool(local_of(parameter.grad).count_nonzero()):
-                    return "gradients live from one step to the next"
+        for parameter in self.stepped:
+            if (
+                id(parameter) not in cleared
+                and parameter.grad is not None
+                and bool(local_of(parameter.grad).count_nonzero())
+            ):
+                return "gradients live from one step to the next"
         return ""
 
     def _of_items(self, entries: Sequence[Entry]) -> str:

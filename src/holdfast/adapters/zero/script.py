@@ -124,7 +124,7 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
         if isinstance(n, ast.Attribute | ast.Name)
     }
     bounds = {ast.unparse(n) for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute | ast.Name)}
-    clears = clears_first(loop.body, functions, frozenset()) or ""
+    clears = _clears_first(loop.body, functions, frozenset()) or ""
     if clears.partition(".")[0] in sets:
         clears = ""
     members = frozenset(only_members(tree))
@@ -228,7 +228,7 @@ def only_numbers(scope: Scope, loop: ast.For, name: str) -> bool:
     )
 
 
-def clears_first(body: Sequence[ast.stmt], functions: dict[str, Function], seen: frozenset[str]) -> str | None:
+def _clears_first(body: Sequence[ast.stmt], functions: dict[str, Function], seen: frozenset[str]) -> str | None:
     """Returns whose gradients are cleared before any are computed, in every step, as it is written.
 
     Empty if they may be computed before, or nobody can tell; None if neither is done here.
@@ -236,7 +236,7 @@ def clears_first(body: Sequence[ast.stmt], functions: dict[str, Function], seen:
     for statement in body:
         found: str | None
         if isinstance(statement, ast.With | ast.AsyncWith):
-            found = clears_first(statement.body, functions, seen)
+            found = _clears_first(statement.body, functions, seen)
         elif (cleared := _sets_grad(statement)) is not None:
             found = cleared
         elif isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return):
@@ -264,7 +264,7 @@ def _order(statement: ast.stmt, functions: dict[str, Function], seen: frozenset[
         name = whole.func.id
         within = [part for part in (*whole.args, *whole.keywords) if _called([part], functions, set()) & {"backward"}]
         if name in functions and not within:
-            return _of_call(whole, functions[name], clears_first(functions[name].body, functions, seen | {name}))
+            return _of_call(whole, functions[name], _clears_first(functions[name].body, functions, seen | {name}))
     return ""
 
 
