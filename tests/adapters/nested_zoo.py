@@ -370,7 +370,7 @@ def fit(name, epochs):
             die(name, epoch, i)
 fit("a", 2)
 fit("b", 2)
-""", kills=("a,1,3", "b,0,3", "b,1,6", "end")),
+""", at="name, epoch, i", kills=("a,1,3", "b,0,3", "b,1,6", "end")),
     "stream": Case("""
 class Stream(IterableDataset):
     def __iter__(self):

@@ -85,7 +85,7 @@ def _found(source: str) -> Loop | Nest | str:
         return found
     nest = find_nested(source)
     if isinstance(nest, str):
-        return found
+        return found if isinstance(found, Loop) or nest == NO_LOOP else nest
     return found if isinstance(found, Loop) and len(nest.sites) == 1 else nest
 
 
