@@ -215,7 +215,9 @@ class Agent(RendezvousAgent):
         if not worker_slots:
             return super().exit_code_after(sigval)
         for worker_slot in worker_slots:
-            self._hear(worker_slot)  # what it said last
+            self._hear(worker_slot)
+            for message in worker_slot.last_words:
+                self._note_state(worker_slot, message)
         well = sum(worker_slot.proc.poll() == 0 for worker_slot in worker_slots)
         logger.warning(
             "the job was told to end (%s): %d of %d workers ended well; %s",
