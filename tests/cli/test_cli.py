@@ -52,6 +52,12 @@ def test_no_option_appears_or_vanishes_unnoticed() -> None:
     assert options() == FROZEN.read_text(encoding="utf-8").splitlines()
 
 
+def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "holdfast", "ls", str(tmp_path / "nothing")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "HF302" in done.stderr) == (1, True), done.stderr
+
+
 def test_options_stay_few() -> None:
     # 31: `expect_checkpoint` has to reach scripts that call restore() themselves, by whatever they are started.
     # 32: `encryption_required` is how a job that began without a key gets to one; refusing plain versions needs a way out.

@@ -303,6 +303,27 @@ def test_ranks_that_hold_the_interpreters_lock_are_ended_within_the_grace(tmp_pa
     assert "after step 41" in said
 
 
+# A last save when the rank is told to end, as `Checkpointer.step` makes it.
+SAVES = """
+import os, pathlib, signal, sys, time
+from holdfast.checkpoint.liveness import open_checkpointers as alive
+def save(*_):
+    alive.wish.saved(12)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+alive.wish.saved(11)
+pathlib.Path(os.environ["HERE"], "hangs" + os.environ["RANK"]).touch()
+while True: time.sleep(0.01)
+"""
+
+
+def test_what_ranks_save_when_they_are_told_to_end_is_in_the_last_line(tmp_path: Path) -> None:
+    code, said, _ = end(tmp_path, SAVES)
+    assert code == 0, said
+    assert "2 of 2 workers ended well" in said
+    assert "after step 12" in said
+
+
 def test_a_job_whose_ranks_all_hang_is_not_given_the_ten_minutes_of_a_last_save(tmp_path: Path) -> None:
     code, said, after_s = end(tmp_path, QUIET, "--watchdog=quick")
     assert code == 128 + signal.SIGTERM

@@ -180,6 +180,7 @@ def test_a_failing_script_is_restarted_and_then_reported(job: Job) -> None:
     os.kill(second[0][0], signal.SIGKILL)
     assert launcher.wait(60) == 1
     assert "Signal 9 (SIGKILL)" in job.logs()
+    assert "rank 0 killed by signal 9 (SIGKILL): replace" in job.logs()
 
 
 @pytest.mark.slow

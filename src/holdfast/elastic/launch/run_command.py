@@ -213,6 +213,7 @@ def main(
         looks: what else a worker asks before it runs a script again in its process.
     """
     open_standard_files()
+    _wait_for_children()
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
     work = functools.partial(worker_main.serve, script=script, looks=looks)
     given = list(sys.argv[1:] if argv is None else argv)
@@ -273,6 +274,12 @@ def main(
         if watch is not None:
             watch.close(code)
         guard.close()
+
+
+def _wait_for_children() -> None:
+    """A caller that ignores SIGCHLD hands that on, and the kernel would tell nobody how a worker ended."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _cache(given: str | None, settings: Config) -> CompileCache | None:
@@ -419,9 +426,15 @@ def _num_nodes(text: str) -> tuple[int, int]:
 def _launch_config(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
     try:
         with asked_in_a_child():
-            return config_from_args(args)
+            config, entrypoint, arguments = config_from_args(args)
     except (ValueError, AssertionError) as error:
         raise UsageError(str(error), remedy="see holdfast run --help") from error
+    if config.nproc_per_node < 1:
+        given = args.nproc_per_node
+        raise UsageError(
+            f"--nproc-per-node={given} gives {config.nproc_per_node} processes", remedy="give a number of at least 1"
+        )
+    return config, entrypoint, arguments
 
 
 def _is_given(args: argparse.Namespace, name: str) -> bool:
