@@ -1,4 +1,4 @@
-"""`holdfast prove`: is a script of yours the same after a kill, at every step of its optimizers?
+"""`holdfast prove` answers: is a script of yours the same after a kill, at every step of its optimizers?
 
     holdfast prove [--kills 5] [--seed 1] [--nproc-per-node 1] [--timeout 600] [--fresh-copy] [--keep DIR] [--json]
                    [-m] script.py [--] args...
@@ -51,7 +51,7 @@ MAX_FILES_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one kill.
+    """Says what came of one kill.
 
     Attributes:
         number: of the kill, from 1.
@@ -141,7 +141,7 @@ class Proof:
 
     def _undisturbed(self) -> Undisturbed:
         runs = []
-        before = files_below(Path.cwd())
+        before = files_below(Path.cwd(), self._runs.home)
         for number in (1, 2):
             name = f"undisturbed-{number}"
             run = self._runs.run(name)
@@ -164,7 +164,7 @@ class Proof:
         return Undisturbed({rank: lives[-1] for rank, lives in runs[0].items()}, run.output)
 
     def _tell_files(self, before: Mapping[str, object]) -> None:
-        after = files_below(Path.cwd())
+        after = files_below(Path.cwd(), self._runs.home)
         names = sorted(name for name, facts in after.items() if before.get(name) != facts)
         if names:
             more = f" and {len(names) - MAX_FILES_NAMED} more" if len(names) > MAX_FILES_NAMED else ""
@@ -247,8 +247,9 @@ def refusal(lives: Mapping[int, Sequence[Life]]) -> str:
 
 
 def _ended(run: Ended) -> str:
-    errors = " / ".join(tail(run.directory / "errors"))
-    return f"its exit code is {run.code}: {errors[-300:]}" if run.code is not None else "its time was up"
+    return (
+        f"its exit code is {run.code}: {' / '.join(_errors(run))[-300:]}" if run.code is not None else "its time was up"
+    )
 
 
 def _require_good(run: Ended, number: int) -> None:
@@ -260,8 +261,15 @@ def _require_good(run: Ended, number: int) -> None:
         )
     if run.code != 0:
         how = "did not end in time (--timeout)" if run.code is None else f"ended with exit code {run.code}"
-        lines = "\n  ".join(tail(run.directory / "errors", ERROR_LINES))
+        lines = "\n  ".join(_errors(run))
         raise Unprovable(f"undisturbed run {number} {how}:\n  {lines}")
+
+
+def _errors(run: Ended) -> Sequence[str]:
+    """Returns the last lines of standard error, without what torchrun sums up behind them."""
+    lines = tail(run.directory / "errors", 10 * ERROR_LINES)
+    end = next((at for at, line in enumerate(lines) if line.startswith("=====")), len(lines))
+    return lines[:end][-ERROR_LINES:]
 
 
 def imports_holdfast(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What the program of a run is told besides the arguments of `holdfast run`: one variable of the environment."""
+"""Holds what the program of a run is told besides the arguments of `holdfast run`: one variable of the environment."""
 
 from __future__ import annotations
 

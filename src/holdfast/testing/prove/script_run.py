@@ -26,14 +26,14 @@ PROGRAM = "holdfast.testing.prove.watched_script"
 PLACE = "{dir}"
 # How long a program that was told to end is waited for.
 END_S = 20.0
-TAIL_LINES = 3
+TAIL_LINES, TAIL_BYTES = 3, 1 << 14
 # Of a working directory so many files are looked at, to tell which ones the script writes.
 MAX_FILES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is proved.
+    """Says what is proved.
 
     Attributes:
         words: the script, or the module, and its arguments.
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Who is killed, and when: `moment` is `BEFORE` or `BEHIND` step `step` of this rank's optimizers, counted from 1."""
+    """Says who is killed, and when: `moment` is `BEFORE` or `BEHIND` step `step` of this rank's optimizers, counted from 1."""
 
     rank: int
     step: int
@@ -59,7 +59,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What became of a run.
+    """Says what became of a run.
 
     Attributes:
         code: the exit code; None if it was ended because its time was up.
@@ -85,6 +85,9 @@ class ScriptRuns:
         timeout_s: how long one run may take.
         fresh_copy: whether each run has a copy of the working directory.
         popen: as `subprocess.Popen`, for who starts processes in a quicker way.
+
+    Attributes:
+        home: as given.
     """
 
     def __init__(
@@ -96,18 +99,18 @@ class ScriptRuns:
         fresh_copy: bool = False,
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
-        self._home, self._target, self._timeout_s, self._popen = home, target, timeout_s, popen
+        self.home, self._target, self._timeout_s, self._popen = home, target, timeout_s, popen
         self._fresh_copy = fresh_copy
         self._runtime = Path(tempfile.mkdtemp(prefix="hf-prove-"))
 
     def run(self, name: str, kill: Kill | None = None) -> Ended:
         """Runs the script once, undisturbed or with a kill; whatever happens, nothing of it runs on."""
-        directory = self._home / name
+        directory = self.home / name
         for each in ("steps", "own"):
             (directory / each).mkdir(parents=True)
         place = Path.cwd()
         if self._fresh_copy:
-            home = self._home.resolve()
+            home = self.home.resolve()
             place = directory / "work"
             shutil.copytree(
                 Path.cwd(),
@@ -141,7 +144,7 @@ class ScriptRuns:
     def forget(self, name: str) -> None:
         """Removes what a run kept, all but its logs."""
         for each in ("checkpoints", "own", "work"):
-            shutil.rmtree(self._home / name / each, ignore_errors=True)
+            shutil.rmtree(self.home / name / each, ignore_errors=True)
 
     def _wait(self, process: Any) -> int | None:
         try:
@@ -178,15 +181,21 @@ class ScriptRuns:
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
     """Returns the last lines of a file."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         return tuple(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
-def files_below(place: Path) -> dict[str, tuple[int, int]]:
-    """Returns time and size of the files below a directory, hidden ones left out; of a large directory those of its first part."""
+def files_below(place: Path, without: Path) -> dict[str, tuple[int, int]]:
+    """Returns time and size of the files below a directory, of a large one those of its first part.
+
+    Args:
+        place: the directory.
+        without: a directory in it that is left out, as hidden ones are.
+    """
     found: dict[str, tuple[int, int]] = {}
     for directory, names, files in os.walk(place):
         names[:] = sorted(name for name in names if not name.startswith(".") and name != "__pycache__")
+        names[:] = [name for name in names if Path(directory, name) != without]
         for name in files:
             path = os.path.join(directory, name)
             try:

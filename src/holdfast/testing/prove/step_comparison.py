@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 DIGEST_BYTES = 8
 # So many names of parts are told.
@@ -21,7 +22,7 @@ MAX_NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step of an optimizer left.
+    """Holds what one step of an optimizer left.
 
     Attributes:
         label: which optimizer it was.
@@ -42,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a run differs first.
+    """Says where a run differs first.
 
     Attributes:
         rank: whose step it is.
@@ -59,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What came of a comparison.
+    """Says what came of a comparison.
 
     Attributes:
         difference: the first one; None if there is none.
@@ -146,10 +147,12 @@ def _place(steps: Sequence[Step], life: Sequence[Step], made: int, *, whole: boo
     for place in places:
         if _fits(steps, life, place):
             return place
-    for place in (*places, *range(made + 1, len(steps))):  # it differs somewhere: it began where its first step is
+    for place in chain(places, range(made + 1, len(steps))):  # it differs somewhere: it began where its first step is
         if _fits(steps, life[:1], place):
             return place
-    return by_length if whole and by_length >= 0 else min(made, len(steps))
+    if whole and by_length >= 0:
+        return by_length
+    return min(made, len(steps))
 
 
 def _fits(steps: Sequence[Step], life: Sequence[Step], place: int) -> bool:

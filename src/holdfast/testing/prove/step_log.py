@@ -1,4 +1,4 @@
-"""What one life of a rank tells of its steps: a file of records that outlives SIGKILL.
+"""Keeps what one life of a rank tells of its steps: a file of records that outlives SIGKILL.
 
     frame = u32 big-endian length | body            (body: msgpack of one record)
 
@@ -26,7 +26,7 @@ _NAME = re.compile(r"rank(\d+)-life(\d+)\.steps")
 
 
 class Parts(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
-    """What the digests of an optimizer's next steps are of: `names` in their order."""
+    """Names what the digests of an optimizer's next steps are of, in their order."""
 
     optimizer: int
     label: str
@@ -34,7 +34,7 @@ class Parts(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
 
 
 class Made(msgspec.Struct, frozen=True, array_like=True, tag="made"):
-    """One step of an optimizer: 8 bytes for each part, and 8 of the generators of random numbers."""
+    """Holds one step of an optimizer: 8 bytes for each part, and 8 of the generators of random numbers."""
 
     optimizer: int
     digests: bytes
