@@ -140,6 +140,7 @@ class Agent(RendezvousAgent):
         if self._workers is None:
             self._workers = self._pcontext = self._new_workers(worker_group)
             self._workers.start()  # otherwise those that live get a new order, and the dead are replaced
+            self._take_signals()
         self._failures.clear()
         self._order_all()
         return self._workers.pids()
@@ -215,7 +216,9 @@ class Agent(RendezvousAgent):
         if not worker_slots:
             return super().exit_code_after(sigval)
         for worker_slot in worker_slots:
-            self._hear(worker_slot)  # what it said last
+            self._hear(worker_slot)
+            for message in worker_slot.last_words:
+                self._note_state(worker_slot, message)
         well = sum(worker_slot.proc.poll() == 0 for worker_slot in worker_slots)
         logger.warning(
             "the job was told to end (%s): %d of %d workers ended well; %s",
