@@ -33,7 +33,7 @@ from holdfast.adapters.native_tree import Classes, Native, NativeWriter, copied,
 from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.config import Config
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import MismatchError, UsageError
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives
 from holdfast.core.model import Version
@@ -100,6 +100,20 @@ class _Files:
 
     def state_dict(self) -> dict[str, Any]:
         return {"tag": self.tag, "files": {name: plain(tree, self._classes) for name, tree in self.trees.items()}}
+
+    def holdfast_accepts(self, state: Any) -> None:
+        """Looks at the names in a version before anything of it is loaded: files are made under them.
+
+        Raises:
+            MismatchError: a name leads out of the directory that it belongs in.
+        """
+        for name in (state["tag"], *state["files"]) if state["files"] else ():
+            if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).name:
+                raise MismatchError(
+                    f"the version names a file {name!r}, which leads out of the checkpoint's directory",
+                    where="DeepSpeed's files in the version",
+                    remedy="do not load this checkpoint: DeepSpeed wrote no such name, so somebody changed it",
+                )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tag = state["tag"]
@@ -266,9 +280,9 @@ class CheckpointEngine:
 
         DeepSpeed looks whether they exist before it asks us for them, and of what only memory held none was written.
         """
-        directory.mkdir()
         held = [directory / name for name in self._files.trees if "model_states" in name]
         for path in held:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
         return [str(path) for path in held]
 

@@ -19,6 +19,7 @@ from holdfast.adapters.zero.nested_script import Nest, find_nested
 from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
 from holdfast.base import config
 from holdfast.base.errors import MismatchError
+from holdfast.base.events import Events
 from holdfast.elastic.launch import run_command
 from holdfast.elastic.worker import main_module
 from holdfast.elastic.worker.agent_channel import RunOrder
@@ -30,14 +31,18 @@ class ScriptLauncher:
 
     Args:
         root: directory or URL of the checkpoints.
+        events: told `script_kept`, or `script_refused` with the reason, in the worker.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, events: Events | None = None) -> None:
         self._root = root
+        self._events = events or Events()
 
     def __call__(self, order: RunOrder) -> None:
         """Runs the order's script as `__main__`."""
         if order.is_module or config.disabled():
+            reason = "a module run by `-m` is not looked at" if order.is_module else "holdfast is switched off"
+            self._events.emit("script_refused", reason=reason)
             run_script(order)
             return
         path = order.arguments[0]
@@ -48,16 +53,18 @@ class ScriptLauncher:
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
             found = ""  # Python tells what is wrong with it
         says = order.environment.get("RANK", "0") == "0"
-        if isinstance(found, str) and says and found:
-            say(_said(found))
-        finder = Finder(self._root, says=says)
+        if isinstance(found, str) and found:
+            self._events.emit("script_refused", reason=found)
+            if says:
+                say(_said(found))
+        finder = Finder(self._root, says=says, events=self._events)
         if found != ITSELF:
             finder.install()
         try:
             if isinstance(found, str):
                 run_script(order)
             elif isinstance(found, Loop):  # with the lines that nobody wrote
-                main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root)})
+                main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root, self._events)})
             else:
                 self._run_nest(path, found, order)
         finally:
@@ -65,10 +72,11 @@ class ScriptLauncher:
 
     def _run_nest(self, path: str, found: Nest, order: RunOrder) -> None:
         try:
-            main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoops(found, self._root)})
+            main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoops(found, self._root, self._events)})
             return
         except Unfit as error:
             reason = str(error)
+            self._events.emit("script_refused", reason=reason)
         remedy = f"to begin anew with it, give another --checkpoint-dir, or remove {self._root}"
         if dist.is_available() and dist.is_initialized():
             raise MismatchError(f"this script cannot go on where it was: {reason}", remedy=remedy)

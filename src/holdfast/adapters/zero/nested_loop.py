@@ -38,6 +38,7 @@ from holdfast.adapters.zero.nested_state import (
 from holdfast.adapters.zero.objects import Kept
 from holdfast.adapters.zero.reach import Reach
 from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -57,13 +58,15 @@ class KeptLoops:
     Args:
         nest: what the text of the script told.
         root: directory or URL of the checkpoints.
+        events: told `script_kept` and `script_refused`, with the reason.
 
     Attributes:
         back: whether values of a version are there to be taken.
     """
 
-    def __init__(self, nest: Nest, root: str) -> None:
+    def __init__(self, nest: Nest, root: str, events: Events | None = None) -> None:
         self._nest, self._root = nest, root
+        self._events = events or Events()
         self.back = False
         self._values: tuple[Any, ...] = ()
         self._owner = (os.getpid(), threading.get_ident())
@@ -122,6 +125,7 @@ class KeptLoops:
             group = collectives.ranks()
         except UsageError as error:
             say(str(error.what))
+            self._events.emit("script_refused", reason=str(error.what))
             return None
         found: Kept | str
         entry = None
@@ -135,11 +139,12 @@ class KeptLoops:
         told = collectives.gather_json(group, found if isinstance(found, str) else "")
         reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
         if isinstance(found, str) or entry is None or looker is None or reasons:
+            self._events.emit("script_refused", reason=reasons[0])
             if group.rank == 0:
                 say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
             return None
         self._told.add(site.number)
-        self._run = _Run(self._nest, self._root, found, looker, entry, group)
+        self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events)
         return entry
 
     def _looked(self, site: Site, frame: FrameType) -> tuple[Kept | str, Looker | None, Entry | None]:
@@ -262,18 +267,29 @@ class _Run:
         looker: looks at all of it.
         outermost: the loop that began first.
         group: the ranks.
+        events: told `script_kept` and `script_refused`.
     """
 
     def __init__(
-        self, nest: Nest, root: str, found: Kept, looker: Looker, outermost: Entry, group: collectives.Ranks
+        self,
+        nest: Nest,
+        root: str,
+        found: Kept,
+        looker: Looker,
+        outermost: Entry,
+        group: collectives.Ranks,
+        events: Events,
     ) -> None:
+        self._events = events
         self._nest, self._root, self._looker, self._group = nest, root, looker, group
         self._outermost = outermost
         began = outermost.changes.began(nest.used, nest.bounds, inside=True) if nest.reads_files else {}
         self._state = NestedState(nest, outermost, began, group)
+        self._state.events = events
         self._state.stepped = _stepped(found)
         self._objects = {**found.objects, "main_values": self._state}
         self._checkpointer = Checkpointer(root, **self._objects)
+        events.emit("script_kept", root=root, objects=", ".join(sorted(found.objects)))
         if group.rank == 0:
             say(f"this script is kept in {root}: {', '.join(sorted(found.objects))}")
         make = functools.partial(State, self._objects, rank=0, world_size=1)
@@ -326,6 +342,7 @@ class _Run:
             self._checkpointer.abandon()
             self._ended = True
             self.count.close()
+            self._events.emit("script_refused", reason=told[0])
             if self._group.rank == 0:
                 say(
                     f"this script is not kept, {told[0]}; it runs as it is written, and nothing of it is saved. To begin "

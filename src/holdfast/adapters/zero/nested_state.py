@@ -20,6 +20,7 @@ from holdfast.adapters.zero.nested_look import Entry, Lost
 from holdfast.adapters.zero.nested_script import Nest, Site
 from holdfast.adapters.zero.reach import Look, has_set, is_plain
 from holdfast.base.errors import MismatchError
+from holdfast.base.events import Events
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
@@ -44,6 +45,7 @@ class NestedState:
         alone: whether this rank is the job.
         stepped: the parameters that the optimizers step.
         randomness: that the outermost loop began with.
+        events: told why no version can be right any more.
         placing: the look whose values and owners take what a version carries; None: it is only noted.
     """
 
@@ -55,6 +57,7 @@ class NestedState:
         self.stepped: Sequence[torch.Tensor] = ()
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
+        self.events = Events()
         self._noted: dict[str, Any] = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
             "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {},
@@ -156,6 +159,7 @@ class NestedState:
         """Says a reason why no version of this run can be right any more, once; nothing if it is empty."""
         if reason and not self.unsure:
             self.unsure = reason
+            self.events.emit("script_refused", reason=reason)
             who = "" if self.alone else f"rank {self._rank}: "
             say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
 
