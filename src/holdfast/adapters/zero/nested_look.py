@@ -7,12 +7,17 @@ at the outermost loop must be as it was, or be carried; what was made between mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import torch
 import xxhash
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.adapters.zero.changes import Changes
 from holdfast.adapters.zero.nested_items import Items
@@ -80,6 +85,46 @@ class Entry:
         """Returns what names mean where it stands."""
         main = self.frame.f_globals
         return {**main, **own(self.frame)} if is_function(self.frame) else dict(main)
+
+
+class Untouched:
+    """Sees whether modules that are kept are used between two loops: a restart has them there as a later step left them.
+
+    Args:
+        modules: those that are kept.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._parts = {id(part): part for module in modules for part in module.modules()}
+        self._handle: RemovableHandle | None = None
+        self._save: Any = None
+        self._used = ""
+
+    def begin(self) -> None:
+        """Looks from here on; what was seen before is forgotten."""
+        self.end()
+        self._handle = register_module_forward_pre_hook(self._forward)
+        self._save = original = torch.save
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            self._used = self._used or "a file is written by torch.save"
+            return original(*args, **kwargs)
+
+        torch.save = save
+
+    def end(self) -> str:
+        """Looks no more; returns what was seen, empty if nothing was."""
+        used, self._used = self._used, ""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            torch.save = self._save
+        return used
+
+    def _forward(self, module: nn.Module, _: Any) -> None:
+        if id(module) in self._parts and not self._used:
+            self._used = f"a {type(module).__qualname__} that trains is evaluated"
 
 
 class Looker:
@@ -167,6 +212,10 @@ class Looker:
             for path, token in now.fixed.items()
             if entries and path not in outermost.fixed
         }
+        clocked = ("float", "str") if self._nest.reads_clock else ()
+        for path, (kind, token) in now.local.items() if entries else ():
+            if outermost.local.get(path) != (kind, token) and kind not in clocked:
+                entry.made[path] = xxhash.xxh3_64_hexdigest(token.encode())
         return entry
 
     def _changes(self, entries: Sequence[Entry], before: Look, always: set[str]) -> Changes:

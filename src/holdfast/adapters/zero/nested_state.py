@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.adapters.zero.changes import Changed
 from holdfast.adapters.zero.loop import UNKEPT, packed, say, unpacked
@@ -44,6 +46,7 @@ class NestedState:
         unsure: why no version of this run can be right any more.
         alone: whether this rank is the job.
         stepped: the parameters that the optimizers step.
+        objects: all that is kept.
         randomness: that the outermost loop began with.
         events: told why no version can be right any more.
         placing: the look whose values and owners take what a version carries; None: it is only noted.
@@ -55,6 +58,7 @@ class NestedState:
         self.restored: dict[str, Any] | None = None
         self.refused = self.unsure = self.unrehearsed = ""
         self.stepped: Sequence[torch.Tensor] = ()
+        self.objects: Sequence[Any] = ()
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
         self.events = Events()
@@ -113,7 +117,7 @@ class NestedState:
         assert entry.items is not None
         return {
             "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "rng": packed_randomness(),
-            "digest": entry.items.digest(),
+            "digest": entry.items.digest(), "settings": settings(self.objects),
         }  # fmt: skip
 
     def living(self, site: Site, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -269,6 +273,29 @@ def differing(saved: Sequence[Sequence[Any]], now: Changed) -> str:
     there = {row[0]: value_codec.encode(row[3]) for row in saved}
     here = {row[0]: value_codec.encode(row[3]) for row in now.rows}
     return next((path for path in (*there, *here) if there.get(path) != here.get(path)), "")
+
+
+def settings(objects: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns what a script may read of optimizers and schedulers before an inner loop begins: learning rates, counts of steps."""
+    return [{key: value for key, value in held.items() if _is_setting(value)} for held in _with_settings(objects)]
+
+
+def put_settings(objects: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Sets them as they were; a restore that follows sets them as the version has them."""
+    for held, values in zip(_with_settings(objects), saved, strict=False):
+        held.update({key: list(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+def _with_settings(objects: Sequence[Any]) -> list[dict[str, Any]]:
+    parts = [part for thing in objects for part in (thing if isinstance(thing, list) else [thing])]
+    groups = [group for part in parts if isinstance(part, Optimizer) for group in part.param_groups]
+    return [*groups, *(vars(part) for part in parts if isinstance(part, LRScheduler))]
+
+
+def _is_setting(value: Any) -> bool:
+    return type(value) in (bool, int, float) or (
+        type(value) is list and all(type(part) in (int, float) for part in value)
+    )
 
 
 def packed_randomness() -> dict[str, Any]:
