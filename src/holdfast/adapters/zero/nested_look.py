@@ -212,9 +212,9 @@ class Looker:
             for path, token in now.fixed.items()
             if entries and path not in outermost.fixed
         }
-        clocked = ("float", "str") if self._nest.reads_clock else ()
         for path, (kind, token) in now.local.items() if entries else ():
-            if outermost.local.get(path) != (kind, token) and kind not in clocked:
+            timed = kind in ("float", "int", "str") and path.rpartition(".")[2] in self._nest.clocked
+            if outermost.local.get(path) != (kind, token) and not timed:
                 entry.made[path] = xxhash.xxh3_64_hexdigest(token.encode())
         return entry
 

@@ -30,6 +30,7 @@ from holdfast.adapters.zero.script import (
     read_by_text,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
+from holdfast.checkpoint.usage.clock_names import clock_names
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 _Place = tuple[int, int]
@@ -80,6 +81,7 @@ class Nest:
         members: names of which nothing is asked but what they contain.
         pops: whether something is popped that may be a set.
         reads_clock: whether the script reads a clock.
+        clocked: names that may hold what a clock told.
         reads_files: whether the script calls something that may have it go on from a file of its own.
         bounds: names and attributes that say how far loops count.
         lines: attribute or name -> the first line that stores to it or calls a method of it.
@@ -91,6 +93,7 @@ class Nest:
     members: frozenset[str]
     pops: bool
     reads_clock: bool
+    clocked: frozenset[str]
     reads_files: bool
     bounds: frozenset[str]
     lines: tuple[tuple[str, int], ...]
@@ -132,6 +135,7 @@ def find_nested(source: str) -> Nest | str:
     bounds = {ast.unparse(node) for node in heads if isinstance(node, ast.Attribute | ast.Name)}
     members = frozenset(only_members(tree))
     pops = any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree))
+    clocked = clock_names(tree)
     for loop, site in zip(kept, sites, strict=True):
         _rewrite(tree, loop, site)
     ast.fix_missing_locations(tree)
@@ -142,6 +146,7 @@ def find_nested(source: str) -> Nest | str:
         members=members,
         pops=pops,
         reads_clock=bool(words & CLOCKS),
+        clocked=clocked,
         reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
         lines=tuple(sorted(lines.items())),
