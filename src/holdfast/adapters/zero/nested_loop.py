@@ -35,6 +35,7 @@ from holdfast.adapters.zero.nested_state import (
     put,
     put_randomness,
     put_settings,
+    stand_in,
 )
 from holdfast.adapters.zero.objects import Kept
 from holdfast.adapters.zero.reach import Reach
@@ -215,6 +216,9 @@ class KeptLoops:
 
     def _outer(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         start = run.outer_begins(self._stack)
+        if start is not None and entry.site.lives:
+            self._give(given(entry.site.lives, start["carried"]))
+            yield stand_in(entry.site.target, start["targets"])
         while True:
             self._left = False
             if start is None:
@@ -225,9 +229,7 @@ class KeptLoops:
                 run.goes_on()
                 return
             entry.inner = 0
-            if start is not None:
-                self._give(given(entry.site.lives, start["carried"]))
-                start = None
+            start = None
             run.goes_in()
             yield item
             run.comes_out()
@@ -235,6 +237,9 @@ class KeptLoops:
 
     def _inner(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         version = run.inner_begins(self._stack)
+        if version is not None and entry.site.lives:
+            self._give(given(entry.site.lives, version["carried"]))
+            yield stand_in(entry.site.target, version["targets"])
         while True:
             self._left = False
             before = run.count.steps
@@ -243,9 +248,7 @@ class KeptLoops:
             except StopIteration:
                 break
             entry.taken += 1
-            if version is not None:
-                self._give(given(entry.site.lives, version["carried"]))
-                version = None
+            version = None
             yield item
             run.unsaved = -1  # the item that is done has changed what a version of the step before would hold
             if run.count.steps != before:

@@ -2,7 +2,7 @@
 
     for epoch in range(3):                __holdfast_kept__.at(0)
         train(model, loader)              for epoch in __holdfast_kept__(0, range(3)):
-                                              if __holdfast_kept__.back: (best,) = __holdfast_kept__.take()
+                                              if __holdfast_kept__.back: (best,) = __holdfast_kept__.take(); continue
     def train(model, loader):                 train(model, loader)
         for batch in loader:                  ...
             ...                           in train: __holdfast_kept__.at(1); for batch in __holdfast_kept__(1, loader): ...
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.adapters.zero.script import (
     HOOK,
@@ -51,6 +52,7 @@ class Site:
         sets: names that the loop sets.
         dead: of an outer loop: names whose values nobody reads any more while an inner loop runs.
         gradients: what every turn clears and reads of gradients, in order.
+        target: names that each item is given to: one, or a tuple of such.
     """
 
     number: int
@@ -63,6 +65,7 @@ class Site:
     sets: frozenset[str]
     dead: frozenset[str]
     gradients: tuple[Event, ...]
+    target: Any
 
     @property
     def lives(self) -> tuple[str, ...]:
@@ -176,6 +179,12 @@ def _targets(node: ast.expr) -> Iterator[ast.expr]:
         yield node
 
 
+def _target(node: ast.expr) -> Any:
+    if isinstance(node, ast.Tuple | ast.List):
+        return tuple(_target(part) for part in node.elts if not isinstance(part, ast.Starred))
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def _scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
     found: Scope = tree
     for node in ast.walk(tree):
@@ -284,6 +293,7 @@ def _site(
         sets=frozenset(sets),
         dead=frozenset(sets - before - may - targets) if inner else frozenset(sets),
         gradients=gradients,
+        target=_target(loop.target),
     )
 
 
@@ -323,8 +333,8 @@ def _set_before(loop: ast.For, place: _Place) -> set[str]:
 def _rewrite(tree: ast.Module, loop: ast.For, site: Site) -> None:
     loop.iter = ast.Call(ast.Name(HOOK, ast.Load()), [ast.Constant(site.number), loop.iter], [])
     loop.body = [new for statement in loop.body for new in Leaving.of(statement)]
-    if site.lives:
-        loop.body[:0] = _lines(f"if {HOOK}.back:\n    {', '.join(site.lives)}, = {HOOK}.take()", loop)
+    if site.lives:  # before the next item is asked for: who makes it may read these names
+        loop.body[:0] = _lines(f"if {HOOK}.back:\n    {', '.join(site.lives)}, = {HOOK}.take()\n    continue", loop)
     names = [*site.lives, *site.after]
     behind = (
         _lines(f"if {HOOK}.back:\n    {', '.join(names)}, = {HOOK}.take()", loop) if names and not site.outer else []

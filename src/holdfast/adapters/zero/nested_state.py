@@ -8,7 +8,7 @@ again with that, runs the statements up to the inner loop, and then takes over w
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,7 @@ class NestedState:
             "rows": changed.rows,
             "gone": changed.gone,
             "carried": carried,
+            "targets": _targets(inner),
             "lost": lost,
             "after": after,
             "unsure": self.unsure,
@@ -118,6 +119,7 @@ class NestedState:
         return {
             "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "rng": packed_randomness(),
             "digest": entry.items.digest(), "settings": settings(self.objects),
+            "targets": _targets(entry),
         }  # fmt: skip
 
     def living(self, site: Site, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -239,6 +241,26 @@ class NestedState:
 def _place(entry: Entry) -> list[Any]:
     assert entry.items is not None
     return [entry.site.number, entry.taken, entry.items.shape, entry.made, entry.drawn, entry.items.digest()]
+
+
+def _targets(entry: Entry) -> dict[str, Any]:
+    """Returns what the names of a loop's item hold, as far as it is a number or a text."""
+    names = entry.names()
+    held = {name: names[name] for name in _flat(entry.site.target) if name in names}
+    return {name: value for name, value in held.items() if type(value) in (bool, int, float, str)}
+
+
+def _flat(target: Any) -> Iterator[str]:
+    if isinstance(target, str):
+        yield target
+    else:
+        for part in target:
+            yield from _flat(part)
+
+
+def stand_in(target: Any, values: Mapping[str, Any]) -> Any:
+    """Returns an item that sets the names of a loop to what they held."""
+    return values.get(target) if isinstance(target, str) else tuple(stand_in(part, values) for part in target)
 
 
 def _shown(shape: Sequence[Any]) -> str:

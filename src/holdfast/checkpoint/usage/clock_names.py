@@ -31,25 +31,29 @@ def clock_names(tree: ast.Module) -> frozenset[str]:
 def _given(node: ast.AST, functions: dict[str, list[Function]], words: set[str]) -> set[str]:
     """Returns what gets a time by one node."""
     if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
-        return stored([node]) if node.value is not None and _asks(node.value, words) else set()
-    if isinstance(node, ast.Return) and node.value is not None and _asks(node.value, words):
+        return stored([node]) if node.value is not None and _asks(node.value, functions, words) else set()
+    if isinstance(node, ast.Return) and node.value is not None and _asks(node.value, functions, words):
         return {name for name, found in functions.items() if any(node in ast.walk(each) for each in found)}
     if isinstance(node, ast.Call):
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        return {name for each in functions.get(called, ()) for name in _parameters(node, each, words)}
+        return {name for each in functions.get(_word(node.func), ()) for name in _passed(node, each, functions, words)}
     return set()
 
 
-def _parameters(call: ast.Call, function: Function, words: set[str]) -> set[str]:
+def _passed(call: ast.Call, function: Function, functions: dict[str, list[Function]], words: set[str]) -> set[str]:
+    """Returns the parameters of a function that a call gives a time."""
     names = [part.arg for part in (*function.args.posonlyargs, *function.args.args)]
     names = names[names[:1] in (["self"], ["cls"]) :]
     passed = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords if word.arg)]
-    return {name for name, value in passed if _asks(value, words)}
+    return {name for name, value in passed if _asks(value, functions, words)}
 
 
-def _asks(value: ast.expr, words: set[str]) -> bool:
-    return any(
-        (node.attr if isinstance(node, ast.Attribute) else node.id) in words
-        for node in ast.walk(value)
-        if isinstance(node, ast.Attribute | ast.Name)
-    )
+def _asks(value: ast.AST, functions: dict[str, list[Function]], words: set[str]) -> bool:
+    """Tell whether an expression may be a time: what is passed to a function of the script is no part of its result."""
+    if isinstance(value, ast.Call) and _word(value.func) in functions:
+        return _word(value.func) in words
+    return _word(value) in words or any(_asks(part, functions, words) for part in ast.iter_child_nodes(value))
+
+
+def _word(node: ast.AST) -> str:
+    """Returns the last name of `a.b`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
