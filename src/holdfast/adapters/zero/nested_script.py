@@ -35,6 +35,8 @@ from holdfast.checkpoint.usage.clock_names import clock_names
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 _Place = tuple[int, int]
+# Words by which gradients are read.
+_GRADIENTS = {"grad", "get_total_norm", "unscale_"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Site:
         dead: of an outer loop: names whose values nobody reads any more while an inner loop runs.
         gradients: what every turn clears and reads of gradients, in order.
         target: names that each item is given to: one, or a tuple of such.
+        grads: whether what stands outside of it may read the gradients of its last step.
     """
 
     number: int
@@ -66,6 +69,7 @@ class Site:
     dead: frozenset[str]
     gradients: tuple[Event, ...]
     target: Any
+    grads: bool
 
     @property
     def lives(self) -> tuple[str, ...]:
@@ -294,6 +298,7 @@ def _site(
         dead=frozenset(sets - before - may - targets) if inner else frozenset(sets),
         gradients=gradients,
         target=_target(loop.target),
+        grads=_reads_gradients(tree, loop),
     )
 
 
@@ -317,6 +322,23 @@ def _place_of(body: Sequence[ast.stmt], calls: _Calls, inner: Sequence[ast.AST])
                 return _place_of(block, calls, inner)
         break
     return statement.lineno, statement.col_offset
+
+
+def _reads_gradients(tree: ast.Module, loop: ast.For) -> bool:
+    """Tell whether gradients are read, or added to, outside of a loop."""
+    inside = {id(node) for node in ast.walk(loop)}
+    for node in ast.walk(tree):
+        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if id(node) not in inside and (word in _GRADIENTS or "grad_norm" in word or "grad_value" in word):
+            return True
+    around = (
+        node for node in ast.walk(tree) if isinstance(node, ast.For) and any(part is loop for part in ast.walk(node))
+    )
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "backward" and id(node) not in inside
+        for outer in around
+        for node in ast.walk(outer)
+    )
 
 
 def _set_before(loop: ast.For, place: _Place) -> set[str]:

@@ -81,7 +81,7 @@ class NestedState:
         assert items is not None
         after: dict[str, Any] | None = {}
         if items.size is None or inner.taken >= items.size:
-            after = self._after(inner.site, names)
+            after = self._after(inner.site, names) if not (inner.site.grads and self._has_gradients()) else None
             if after is None and items.size is not None:
                 return False
             if after is None:
@@ -192,14 +192,13 @@ class NestedState:
             value_codec.encode(dict(carried))
         except Exception as error:  # noqa: BLE001 - values of other people
             return f"what lives from one step to the next cannot be carried: {error}"
-        for parameter in self.stepped:
-            if (
-                id(parameter) not in cleared
-                and parameter.grad is not None
-                and bool(local_of(parameter.grad).count_nonzero())
-            ):
-                return "gradients live from one step to the next"
-        return ""
+        return "gradients live from one step to the next" if self._has_gradients(cleared) else ""
+
+    def _has_gradients(self, without: frozenset[int] = frozenset()) -> bool:
+        """Tell whether a parameter that is stepped has a gradient that is not zero."""
+        return any(
+            id(p) not in without and p.grad is not None and bool(local_of(p.grad).count_nonzero()) for p in self.stepped
+        )
 
     def _of_items(self, entries: Sequence[Entry]) -> str:
         for entry in entries:
