@@ -170,6 +170,59 @@ def what_was_queued_before_an_error_is_waited_for() -> None:
         del other
 
 
+@case
+def a_copy_that_is_interrupted_at_any_line_is_waited_for() -> None:
+    """The launcher interrupts a run in the middle of whatever it does."""
+    streams, source, left = SideStreams(), torch.full((MIB // 4,), 3.0, device=place()), 0
+
+    class Interruption(BaseException):
+        pass
+
+    def lines(frame: Any, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != side_stream_copy.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise Interruption
+        return lines
+
+    def is_interrupted(line: int) -> bool:
+        nonlocal left
+        left = line
+        sys.settrace(lines)
+        try:
+            streams.queue([memory], [source])
+        except Interruption:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    with slot_of(MIB) as (slot, memory):
+        streams.pin(slot, source.device)
+        line = 1
+        simulated.hang()
+        while is_interrupted(line):
+            memory.zero_()
+            quiet = streams.drain(0.0)
+            simulated.free()
+            assert streams.drain(20.0), f"an interruption at line {line} holds a slot for ever"
+            torch.accelerator.synchronize()
+            assert not quiet or not memory.any(), f"the slot is given away at line {line}, and written to later"
+            simulated.hang()
+            line += 1
+        simulated.free()
+        assert line > 20
+        assert streams.unpin(20.0)
+
+
+@bug
+def a_copy_is_known_once_it_is_queued() -> None:
+    side_stream_copy._Writing.passed = lambda self: self.ended is None or accelerator.passed(self.ended)  # type: ignore[method-assign]
+
+
 @bug
 def sources_are_not_held() -> None:
     def without(spans: Any = (), sources: Any = (), num_bytes: int = 0) -> DeviceCopy:
