@@ -113,7 +113,7 @@ class DeviceCopy:
 
 @dataclass(eq=False, slots=True)
 class _Writing:
-    """What may still be written to a slot: known before anything is queued, for an interruption may come at any line.
+    """Copies that may still be written to a slot: known before anything is queued, for an interruption may come at any line.
 
     Attributes:
         sources: what is read, if nobody else holds it.
