@@ -115,8 +115,9 @@ class Observer:
         lines = [f"{finding.name}: {finding.what}" for finding in findings]
         lives = [finding.name for finding in findings if finding.carried]
         if lives:
-            taken = ", ".join(f'{found.caller}.carry("{name}", {name})' for name in lives)
-            passed = ", ".join([*found.told, *(f"{name}={name}" for name in lives)])
+            keys = {name: name.replace(".", "_") for name in lives}
+            taken = ", ".join(f'{found.caller}.carry("{keys[name]}", {name})' for name in lives)
+            passed = ", ".join([*found.told, *(f"{keys[name]}={name}" for name in lives)])
             lines.append(
                 f"what lives on is kept by two lines, behind restore() and in the loop:\n        {', '.join(lives)} = {taken}"
             )
