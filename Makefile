@@ -10,8 +10,9 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= 2
 
 # Frameworks that holdfast is used through; each is tested in an environment of its own, with the versions of constraints-doors.txt.
-DOORS := huggingface lightning deepspeed megatron torchtitan ray mindspore
+DOORS := huggingface trl lightning deepspeed megatron torchtitan ray mindspore
 TESTS_huggingface := tests/adapters/test_huggingface.py tests/adapters/test_huggingface_moments.py tests/adapters/test_accelerate_moments.py
+TESTS_trl := tests/adapters/test_trl_moments.py
 TESTS_lightning := tests/adapters/test_lightning.py tests/adapters/test_lightning_moments.py
 TESTS_mindspore := tests/adapters/test_aiturbo.py
 EXAMPLES_huggingface := huggingface_trainer
