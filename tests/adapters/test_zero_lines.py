@@ -217,6 +217,41 @@ def test_versions_follow_optimizer_steps_and_script_ends_normally(
     assert "through" in told.out
 
 
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("x = 1\n", ["script_refused: no loop with backward() and step() was found"]),
+        (ACCUMULATES, ["script_kept: model, optimizer"]),
+        (
+            ACCUMULATES.replace("for step", "data = iter([1])\nfor step").replace(
+                "    model(", "    next(data, 0)\n    model("
+            ),
+            ["script_refused: nobody can be sure what 'data', a list_iterator, keeps from one step to the next"],
+        ),
+        (
+            ACCUMULATES.replace("    model(", "    model.found = torch.ones(step)\n    model("),
+            [
+                "script_kept: model, optimizer",
+                "script_refused: 'model.found' came to be in the loop (line 8), and cannot be carried to a restart",
+            ],
+        ),
+    ],
+)
+def test_what_is_kept_or_refused_is_an_event(
+    source: str, told: list[str], tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DURABLE_EVERY", "1")
+    events, heard = Events(), list[str]()
+    events.subscribe(
+        lambda event: heard.append(f"{event.name}: {event.fields.get('reason', event.fields.get('objects'))}")
+    )
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    ScriptLauncher(str(tmp_path / "root"), events)(RunOrder(1, arguments=(str(script),)))
+    assert [line for line in heard if line.startswith("script_")] == told
+
+
 def test_a_script_with_a_trainer_is_not_frightened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It has no loop of its own, and need not have one."""
     script = tmp_path / "train.py"

@@ -1199,7 +1199,9 @@ def a_restore_queues_its_chunks_and_is_proven() -> None:
         before = simulated.counts()
         again = Job1(root, foreach=True)
         blocking = simulated.counts()["blocking_copies"]
+        known, tensor_fill.is_known = tensor_fill.is_known, lambda _: False  # type: ignore[attr-defined]
         again.checkpointer.restore()
+        tensor_fill.is_known = known  # type: ignore[attr-defined]
         after = simulated.counts()
         assert after["late_copies"] > before["late_copies"]
         assert after["blocking_copies"] - blocking <= 4, "pieces were copied one by one, each waited for"
@@ -1234,6 +1236,50 @@ def what_is_read_from_storage_goes_straight_to_the_device() -> None:
         assert read.count(True) >= 2, read
         for name, tensor in saved.state_dict().items():
             assert torch.equal(other.state_dict()[name].cpu(), tensor.cpu()), name
+
+
+@case
+def a_slot_that_the_driver_knows_needs_no_buffer() -> None:
+    def refuse(self: chunk_staging.Staging) -> torch.Tensor:
+        raise AssertionError(f"a buffer of {self._num_bytes} bytes was taken")
+
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        job.step(0)
+        job.checkpointer.save(0).wait("captured")
+        expected = job.sum()
+        made, chunk_staging.Staging._new = chunk_staging.Staging._new, refuse  # type: ignore[method-assign]
+        try:
+            for _ in range(2):
+                with torch.no_grad():
+                    for parameter in job.model.parameters():
+                        parameter.zero_()
+                torch.accelerator.synchronize()
+                simulated.set_copy_rate(50 * MIB)
+                before = simulated.counts()
+                assert job.checkpointer.restore() == 1
+                after = simulated.counts()
+                simulated.set_copy_rate(0)
+                assert after["late_copies"] > before["late_copies"]
+                assert after["blocking_copies"] - before["blocking_copies"] <= 4, "pieces were copied one by one"
+                assert job.sum() == expected, "read before it was there"
+        finally:
+            chunk_staging.Staging._new = made  # type: ignore[method-assign]
+        job.checkpointer.close()
+
+
+@bug
+def no_slot_is_known_to_the_driver() -> None:
+    tensor_fill.is_known = lambda _: False  # type: ignore[attr-defined]
+
+
+@bug
+def nobody_waits_for_what_is_sent_in_place() -> None:
+    def send(self: chunk_staging.Staging, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self._queue(targets, sources, is_pinned=True)
+
+    chunk_staging.Staging.send_in_place = send  # type: ignore[method-assign]
 
 
 @bug

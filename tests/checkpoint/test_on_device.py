@@ -92,6 +92,8 @@ BUGS = {
     "one_device_of_a_process_is_saved": ("every_device_of_a_process_goes_on_with_its_sequence", "drawn anew"),
     "nobody_looks_for_graphs": ("a_step_in_a_graph_is_captured_and_never_copied_late", "AssertionError"),
     "a_restore_comes_from_ordinary_memory": ("a_restore_queues_its_chunks_and_is_proven", "AssertionError"),
+    "no_slot_is_known_to_the_driver": ("a_slot_that_the_driver_knows_needs_no_buffer", "a buffer of"),
+    "nobody_waits_for_what_is_sent_in_place": ("a_slot_that_the_driver_knows_needs_no_buffer", "read before it was"),
     "a_restore_does_not_wait_for_the_stream": ("a_restore_waits_for_what_is_queued_for_its_tensors", "came after"),
     "only_the_first_step_comes_behind_a_copy": ("an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy", "torn"),
     "a_settled_copy_is_awaited_by_streams_alone": ("what_is_settled_may_be_written_on_any_stream", "torn"),

@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.adapters import huggingface, lightning
 from holdfast.adapters.zero.loop import say
+from holdfast.base.events import Events
 
 # Module that defines the class -> how a built trainer is kept.
 _KNOWN: dict[str, Callable[[Any, str], None]] = {}
@@ -50,11 +51,13 @@ class Finder(importlib.abc.MetaPathFinder):
     Args:
         root: directory or URL of the checkpoints.
         says: whether this process speaks for the job.
+        events: told `script_kept` of a trainer, and `script_refused` of what decides by itself.
     """
 
-    def __init__(self, root: str, *, says: bool = True) -> None:
+    def __init__(self, root: str, *, says: bool = True, events: Events | None = None) -> None:
         self._root = root
         self._says = says
+        self._events = events or Events()
 
     def install(self) -> None:
         """Stands before all other finders; classes that are loaded already are changed at once."""
@@ -65,9 +68,12 @@ class Finder(importlib.abc.MetaPathFinder):
 
     def _loaded(self, name: str, module: ModuleType) -> None:
         if name in _KNOWN:
-            _change(module, _KNOWN[name], self._root)
-        elif self._says:
-            say(_TOLD[name].format(root=self._root))
+            _change(module, _KNOWN[name], self._root, self._events)
+            return
+        told = _TOLD[name].format(root=self._root)
+        self._events.emit("script_refused", reason=told)
+        if self._says:
+            say(told)
 
     def remove(self) -> None:
         """Stands there no more."""
@@ -94,7 +100,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return None
 
 
-def _change(module: ModuleType, keep: Callable[[Any, str], None], root: str) -> None:
+def _change(module: ModuleType, keep: Callable[[Any, str], None], root: str, events: Events) -> None:
     kind = getattr(module, "Trainer", None)
     if kind is None or hasattr(kind.__init__, "holdfast_root"):
         return
@@ -106,6 +112,7 @@ def _change(module: ModuleType, keep: Callable[[Any, str], None], root: str) -> 
         if not hasattr(trainer, "holdfast_kept"):
             trainer.holdfast_kept = True
             keep(trainer, root)
+            events.emit("script_kept", root=root, objects=type(trainer).__name__)
             say(f"this {type(trainer).__name__} is kept in {root}")
 
     built.holdfast_root = root  # type: ignore[attr-defined]

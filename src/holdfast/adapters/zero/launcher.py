@@ -14,6 +14,7 @@ from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
 from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, find
 from holdfast.base import config
+from holdfast.base.events import Events
 from holdfast.elastic.launch import run_command
 from holdfast.elastic.worker import main_module
 from holdfast.elastic.worker.agent_channel import RunOrder
@@ -25,14 +26,18 @@ class ScriptLauncher:
 
     Args:
         root: directory or URL of the checkpoints.
+        events: told `script_kept`, or `script_refused` with the reason, in the worker.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, events: Events | None = None) -> None:
         self._root = root
+        self._events = events or Events()
 
     def __call__(self, order: RunOrder) -> None:
         """Runs the order's script as `__main__`."""
         if order.is_module or config.disabled():
+            reason = "a module run by `-m` is not looked at" if order.is_module else "holdfast is switched off"
+            self._events.emit("script_refused", reason=reason)
             run_script(order)
             return
         path = order.arguments[0]
@@ -41,16 +46,18 @@ class ScriptLauncher:
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
             found = ""  # Python tells what is wrong with it
         says = order.environment.get("RANK", "0") == "0"
-        if isinstance(found, str) and says and found:
-            say(_said(found))
-        finder = Finder(self._root, says=says)
+        if isinstance(found, str) and found:
+            self._events.emit("script_refused", reason=found)
+            if says:
+                say(_said(found))
+        finder = Finder(self._root, says=says, events=self._events)
         if found != ITSELF:
             finder.install()
         try:
             if isinstance(found, str):
                 run_script(order)
             else:  # with the lines that nobody wrote
-                main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root)})
+                main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root, self._events)})
         finally:
             finder.remove()
 

@@ -25,6 +25,7 @@ from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, has_set, is_plain
 from holdfast.adapters.zero.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
+from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
@@ -50,14 +51,16 @@ class KeptLoop:
     Args:
         loop: what the text of the script told.
         root: directory or URL of the checkpoints.
+        events: told `script_kept` and `script_refused`, with the reason.
 
     Attributes:
         back: whether values of a version are there to be taken: by the first step after a restore, or by what lies behind.
     """
 
-    def __init__(self, loop: Loop, root: str) -> None:
+    def __init__(self, loop: Loop, root: str, events: Events | None = None) -> None:
         self._loop = loop
         self._root = root
+        self._events = events or Events()
         self._begun = False
         self._values: dict[str, Any] = {}
         self.back = False
@@ -110,6 +113,7 @@ class KeptLoop:
             group = collectives.ranks()
         except UsageError as error:
             say(str(error.what))
+            self._events.emit("script_refused", reason=str(error.what))
             return None
         found = sort_out(self._loop.used, self._loop.carried, names.all())
         if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
@@ -129,14 +133,17 @@ class KeptLoop:
         told = collectives.gather_json(group, found if isinstance(found, str) else "")
         reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
         if isinstance(found, str) or changes is None or reasons:
+            self._events.emit("script_refused", reason=reasons[0])
             if group.rank == 0:
                 say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
             return None
         carried = _Carried(self._loop, steps, names, changes, group)
+        carried.events = self._events
         carried.stepped = _stepped(found)
         carried.clears = _does_clear(loop=self._loop, names=names, stepped=carried.stepped)
         objects = {**found.objects, "main_values": carried}
         checkpointer = Checkpointer(self._root, **objects)
+        self._events.emit("script_kept", root=self._root, objects=", ".join(sorted(found.objects)))
         if group.rank == 0:
             say(f"this script is kept in {self._root}: {', '.join(sorted(found.objects))}")
         carried.objects = objects
@@ -204,6 +211,7 @@ class KeptLoop:
             if not told:
                 raise
             checkpointer.abandon()
+            self._events.emit("script_refused", reason=told[0])
             if group.rank == 0:
                 say(
                     f"this script is not kept, {told[0]}; it runs as it is written, and nothing of it is saved. To begin "
@@ -328,6 +336,7 @@ class _Carried:
         stepped: the parameters that the optimizer steps.
         clears: whether every step surely clears their gradients first.
         objects: what is saved, by name.
+        events: told why no version can be right any more.
     """
 
     def __init__(self, loop: Loop, steps: range, names: Names, changes: Changes, group: collectives.Ranks) -> None:
@@ -337,6 +346,7 @@ class _Carried:
         self.stepped: list[torch.Tensor] = []
         self.clears = False
         self.objects: dict[str, Any] = {}
+        self.events = Events()
         self.value: int | None = None
         self.restored: dict[str, Any] | None = None
         self.refused = self.unsure = self._unrehearsed = ""
@@ -392,6 +402,7 @@ class _Carried:
         """Says a reason why no version of this run can be right any more, once; nothing if it is empty."""
         if reason and not self.unsure:
             self.unsure = reason
+            self.events.emit("script_refused", reason=reason)
             who = "" if self.alone else f"rank {self._rank}: "
             say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
 
