@@ -31,6 +31,7 @@ from holdfast.checkpoint.job.bootstrap import FIRST_START, Job, RestoreRequest
 from holdfast.checkpoint.restore import tensor_fill as fill
 from holdfast.checkpoint.restore.fetcher import Fault, Fetcher, Holder, Loaded, fault_of
 from holdfast.checkpoint.restore.reshard import OtherLayout
+from holdfast.checkpoint.restore.storage_source import StorageSource
 from holdfast.checkpoint.restore.tensor_fill import Source
 from holdfast.checkpoint.restore.version_decision import Decisions
 from holdfast.checkpoint.restore.version_vote import Verdict, remedies
@@ -161,6 +162,7 @@ class Restorer:
         self._storage = storage
         self._asked = asked
         self._fetcher = Fetcher(client, timeout_s=timeout_s)
+        self._straight = Fetcher(StorageSource(storage), timeout_s=timeout_s)
         self.decisions = Decisions(job, client, storage, timeout_s=timeout_s)
         self.recorded: Version | None = None
         self.table: tuple[BundleRef, ...] = ()
@@ -339,7 +341,10 @@ class Restorer:
         sizes = {fetch.ref.bundle_id: fetch.seal.length for fetch in fetches}
         logger.info("loading %s: %s", choice.version, version_choice.explain(planned, sizes))
         loaded = Loaded()
-        loaded.located = self._fetcher.obtain(choice.version, fetches, loaded.faults)
+        straight = [fetch for fetch in fetches if fetch.is_straight]
+        others = [fetch for fetch in fetches if not fetch.is_straight]
+        loaded.located = self._fetcher.obtain(choice.version, others, loaded.faults)
+        loaded.located += self._straight.obtain(choice.version, straight, loaded.faults)
         loaded.ways = _ways(fetches, loaded.located, nodes_of)
         sources = list(_readable(fetches, loaded.located, loaded.faults))
         fitting = _Fitting(loaded, sources, {fetch.ref.bundle_id: fetch.node for fetch in fetches})
