@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, UsageError, VersionNotFound
@@ -164,6 +165,7 @@ class Restorer:
         self._fetcher = Fetcher(client, timeout_s=timeout_s)
         self._straight = Fetcher(StorageSource(storage), timeout_s=timeout_s)
         self.decisions = Decisions(job, client, storage, timeout_s=timeout_s)
+        self._read_bytes = 0
         self.recorded: Version | None = None
         self.table: tuple[BundleRef, ...] = ()
 
@@ -253,6 +255,7 @@ class Restorer:
 
     def _attempt(self, found: Verdict, choice: Choice) -> RestoreReport | None:
         """The report, or None if some rank found a bad copy."""
+        self._read_bytes = 0
         try:
             if collectives.unanimous(self._job.group, self._is_layout(choice)):
                 fitting = collectives.together(self._job.group, lambda: self._fitting(choice))
@@ -344,7 +347,9 @@ class Restorer:
         straight = [fetch for fetch in fetches if fetch.is_straight]
         others = [fetch for fetch in fetches if not fetch.is_straight]
         loaded.located = self._fetcher.obtain(choice.version, others, loaded.faults)
-        loaded.located += self._straight.obtain(choice.version, straight, loaded.faults)
+        read = self._straight.obtain(choice.version, straight, loaded.faults)
+        loaded.located += read
+        self._read_bytes = sum(located.seal.length for located in read)
         loaded.ways = _ways(fetches, loaded.located, nodes_of)
         sources = list(_readable(fetches, loaded.located, loaded.faults))
         fitting = _Fitting(loaded, sources, {fetch.ref.bundle_id: fetch.node for fetch in fetches})
@@ -383,7 +388,8 @@ class Restorer:
         """Everybody has loaded it: it is recorded, then saving may begin."""
         group, incarnation = self._job.group, self._job.incarnation
         collectives.together(group, lambda: self._record(incarnation, version) if group.rank == 0 else None)
-        collectives.together(group, lambda: self._client.resume(incarnation, version, self.table))
+        resume = partial(self._client.resume, incarnation, version, self.table, read_bytes=self._read_bytes)
+        collectives.together(group, resume)
 
     def _record(self, incarnation: int, version: Version | None) -> None:
         wish = self._job.wish

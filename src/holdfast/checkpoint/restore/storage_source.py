@@ -65,7 +65,9 @@ class StorageSource:
     def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
         """There is nobody else to warn."""
 
-    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
+    def resume(
+        self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = (), *, read_bytes: int = 0
+    ) -> None:
         """No keeper has to know."""
 
     def _read(self, version: Version, file: BundleFile, run: tuple[int, int]) -> memoryview:

@@ -203,12 +203,19 @@ class KeeperClient:
             request = messages.Assemble(assembly=assembly, key=encryption.setting, key_required=encryption.required)
         self._ask(request, messages.Ok)
 
-    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
+    def resume(
+        self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = (), *, read_bytes: int = 0
+    ) -> None:
         """All ranks loaded `version` (None: a fresh start) and that is recorded; from here on `begin` is allowed.
 
-        `table`: every bundle of the job at `version`, where it is known.
+        Args:
+            incarnation: which one.
+            version: what was loaded.
+            table: every bundle of the job at `version`, where it is known.
+            read_bytes: of images, what this rank read from storage itself.
         """
-        self._ask(messages.Resume(incarnation=incarnation, version=version, table=tuple(table)), messages.Ok)
+        request = messages.Resume(incarnation=incarnation, version=version, table=tuple(table), read_bytes=read_bytes)
+        self._ask(request, messages.Ok)
 
     def register(self, layout: RankLayout, shared: Sequence[str] = (), *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """The rank's bundles, and the names of what it shares with ranks of its node; at every change of structure."""

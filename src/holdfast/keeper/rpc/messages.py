@@ -146,11 +146,13 @@ class Resume(Message, tag="resume", frozen=True, kw_only=True):
 
     Attributes:
         table: every bundle of the job at `version`, where it is known. A keeper that came later has heard it of nobody.
+        read_bytes: of images, what this rank read of it from storage itself.
     """
 
     incarnation: int
     version: Version | None
     table: tuple[BundleRef, ...] = ()
+    read_bytes: int = 0
 
 
 class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
