@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, UsageError, VersionNotFound
@@ -388,8 +387,8 @@ class Restorer:
         """Everybody has loaded it: it is recorded, then saving may begin."""
         group, incarnation = self._job.group, self._job.incarnation
         collectives.together(group, lambda: self._record(incarnation, version) if group.rank == 0 else None)
-        resume = partial(self._client.resume, incarnation, version, self.table, read_bytes=self._read_bytes)
-        collectives.together(group, resume)
+        num_bytes = self._read_bytes
+        collectives.together(group, lambda: self._client.resume(incarnation, version, self.table, read_bytes=num_bytes))
 
     def _record(self, incarnation: int, version: Version | None) -> None:
         wish = self._job.wish

@@ -200,10 +200,12 @@ class Saver:
             self._note_fault(reservation)
         return there
 
-    def expect_slots(self, timeout_s: float) -> None:
-        """Has the slots made behind training; saves within this time wait for them instead."""
-        self._slots_until_s = time.monotonic() + timeout_s
-        if self._reservation is not None:
+    def expect_slots(self, timeout_s: float, *, at_saves: bool) -> None:
+        """Waits for the slots as `await_slots` does; `at_saves`: not here, but in saves that come within this time."""
+        if not at_saves:
+            self.await_slots(timeout_s)
+        elif self._reservation is not None:
+            self._slots_until_s = time.monotonic() + timeout_s
             self._reservation.begin(self._link.behind)
 
     def _ask_for_slots(

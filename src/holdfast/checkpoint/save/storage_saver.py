@@ -117,7 +117,7 @@ class DirectSaver:
     def await_slots(self, timeout_s: float) -> None:
         """Does nothing: there are no slots."""
 
-    def expect_slots(self, timeout_s: float) -> None:
+    def expect_slots(self, timeout_s: float, *, at_saves: bool) -> None:
         """Does nothing: there are no slots."""
 
     def restart(self, version: Version | None) -> None:
