@@ -462,11 +462,12 @@ class Saver:
         """Names of what is copied in the call, if it is small and nothing has to be compared."""
         tensors = gathered.tensors
         late = self._trust.late(tensors)
+        if not late or self._trust.watched(tensors) or self._config.verify_capture:
+            return None  # nothing is proven
         rest = tuple(name for name in tensors if name not in late)
-        proven = late and not self._trust.watched(tensors) and not self._config.verify_capture
-        on_host = all(live.local.device.type == "cpu" for live in tensors.values())
+        on_host = all(live.local.is_cpu for live in tensors.values())
         is_small = sum(tensors[name].local.nbytes for name in rest) <= ASIDE_BYTES
-        return rest if proven and on_host and is_small else None
+        return rest if on_host and is_small else None
 
     def _copy_late(self, taken: _Taken) -> None:
         """Everything but the state itself is left to the copying thread."""
@@ -593,10 +594,10 @@ class Saver:
                 late = {name for name in late if can_digest(gathered.tensors[name].local)}
             names = [name for name, _ in structure.pieces]
             self._split = Split(
-                tuple(i for i, name in enumerate(names) if name not in late),
-                tuple(i for i, name in enumerate(names) if name in late),
+                tuple(i for i, name in enumerate(names) if name not in late) if late else tuple(range(len(names))),
+                tuple(i for i, name in enumerate(names) if name in late) if late else (),
             )
-            self._watched = tuple(i for i, name in enumerate(names) if name in watched)
+            self._watched = tuple(i for i, name in enumerate(names) if name in watched) if watched else ()
             self._pledged = self._split.late if self._config.verify_capture else ()
             self._split_key = key
         return self._split
