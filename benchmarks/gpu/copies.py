@@ -196,13 +196,16 @@ def restore(card: Card) -> list[Figure]:
     num_bytes = training.num_bytes
     pinned = torch.zeros(num_bytes // 4, dtype=torch.float32, pin_memory=True)
     target = torch.empty(num_bytes // 4, dtype=torch.float32, device=card.device)
-    plain, back = [], []
+    plain, back, fill = [], [], []
     for _ in range(REPEATS):
         plain.append(card.seconds(lambda: target.copy_(pinned, non_blocking=True)))
         back.append(host_seconds(lambda: (training.checkpointer.restore(), card.synchronize())))
+        report = training.checkpointer.last_restore
+        fill.append(report.seconds["fill"] if report is not None else 0.0)
     training.end()
     share = statistics.median(plain) / statistics.median(back)
     return [
         Figure("restore_over_pinned_rate", share, "ratio", ">= 0.6" if not card.small else ""),
         Figure("restore_rate", num_bytes / statistics.median(back) / 1e9, "GB/s"),
+        Figure("fill_share", statistics.median(fill) / statistics.median(back), "ratio"),
     ]

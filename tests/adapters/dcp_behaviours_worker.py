@@ -232,7 +232,7 @@ def main() -> None:
             check(writer, StorageReader(sys.argv[1]))  # each rank by itself, from storage
         dist.barrier()
         if dist.get_rank() == 0:
-            print(f"seen {name}", flush=True)
+            print(f"seen {name}\n", end="", flush=True)  # one write: ranks share the pipe
     writer.close()
     dist.destroy_process_group()
 

@@ -69,7 +69,9 @@ def main() -> None:
             engine.save_checkpoint(options.root, tag=named)
         adapter_output.step(rank, step, [loss.detach(), *state(engine)])
     adapter_output.whole(rank, engine.global_steps, weights)
-    print(f"state {rank} {adapter_output.digest(state(engine))}", flush=True)
+    print(
+        f"state {rank} {adapter_output.digest(state(engine))}\n", end="", flush=True
+    )  # one write: ranks share the pipe
     engine.destroy()
     torch.distributed.destroy_process_group()
 

@@ -128,7 +128,9 @@ def main() -> None:
             gpt.load_state_dict(loaded["model"])
             optimizer.load_state_dict(loaded["optimizer"])
         count_on(optimizer, start)
-        print(f"from {rank} {json.dumps(getattr(load_strategy, 'loaded_from', ''))}", flush=True)
+        print(
+            f"from {rank} {json.dumps(getattr(load_strategy, 'loaded_from', ''))}\n", end="", flush=True
+        )  # one write: ranks share the pipe
 
     def dies(moment: str) -> None:
         if (rank, step, moment) == (1, options.kill, options.moment):
@@ -169,7 +171,9 @@ def main() -> None:
             os.replace(temporary, tracker)
         dist.barrier()
         adapter_output.step(rank, step, [loss.detach(), *tensors(gpt, optimizer)])
-    print(f"state {rank} {adapter_output.digest(tensors(gpt, optimizer))}", flush=True)
+    print(
+        f"state {rank} {adapter_output.digest(tensors(gpt, optimizer))}\n", end="", flush=True
+    )  # one write: ranks share the pipe
     queue.close()
     if hasattr(save_strategy, "close"):
         save_strategy.close()

@@ -52,6 +52,12 @@ def test_no_option_appears_or_vanishes_unnoticed() -> None:
     assert options() == FROZEN.read_text(encoding="utf-8").splitlines()
 
 
+def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "holdfast", "ls", str(tmp_path / "nothing")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "HF302" in done.stderr) == (1, True), done.stderr
+
+
 def test_options_stay_few() -> None:
     # 31: `expect_checkpoint` has to reach scripts that call restore() themselves, by whatever they are started.
     # 32: `encryption_required` is how a job that began without a key gets to one; refusing plain versions needs a way out.
@@ -63,10 +69,11 @@ def test_options_stay_few() -> None:
 def test_every_command_but_run_speaks_json() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     silent = {name for name, command in commands.items() if "--json" not in [o for p in command.params for o in p.opts]}
-    assert silent == {"run", "demo", "drill"}, "these are programs of their own, whose arguments are theirs"
+    assert silent == {"run", "demo", "drill", "prove"}, "these are programs of their own, whose arguments are theirs"
     home = Path(testing.__file__).parent
     for program in (
         "demo/demo",
+        "prove/prove",
         "drill/crash_drill",
         "power/power",
         "soak/soak",
@@ -94,7 +101,7 @@ def test_commands_that_look_load_neither_torch_nor_numpy(
 def test_help_shows_examples(holdfast: Run) -> None:
     answer = holdfast("--help")
     assert answer.returncode == 0
-    for command in ("run", "demo", "drill", "status", "ls", "inspect", "verify", "doctor"):
+    for command in ("run", "demo", "drill", "prove", "status", "ls", "inspect", "verify", "doctor"):
         assert f"  {command}" in answer.stdout
     assert "holdfast run --nproc-per-node 8 train.py" in answer.stdout
 

@@ -303,6 +303,27 @@ def test_ranks_that_hold_the_interpreters_lock_are_ended_within_the_grace(tmp_pa
     assert "after step 41" in said
 
 
+# A last save when the rank is told to end, as `Checkpointer.step` makes it.
+SAVES = """
+import os, pathlib, signal, sys, time
+from holdfast.checkpoint.liveness import open_checkpointers as alive
+def save(*_):
+    alive.wish.saved(12)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+alive.wish.saved(11)
+pathlib.Path(os.environ["HERE"], "hangs" + os.environ["RANK"]).touch()
+while True: time.sleep(0.01)
+"""
+
+
+def test_what_ranks_save_when_they_are_told_to_end_is_in_the_last_line(tmp_path: Path) -> None:
+    code, said, _ = end(tmp_path, SAVES)
+    assert code == 0, said
+    assert "2 of 2 workers ended well" in said
+    assert "after step 12" in said
+
+
 def test_a_job_whose_ranks_all_hang_is_not_given_the_ten_minutes_of_a_last_save(tmp_path: Path) -> None:
     code, said, after_s = end(tmp_path, QUIET, "--watchdog=quick")
     assert code == 128 + signal.SIGTERM
@@ -532,7 +553,7 @@ class Ends:
     def safe(self): return "the newest state is that after step 7"
 assert worker.stdout.readline().strip() == "up"
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
-guard = exit_guard.ExitGuard(Ends(), [signal.SIGTERM], grace_s=float(sys.argv[1]), also_ends=lambda: [])
+guard = exit_guard.ExitGuard(Ends(), [signal.SIGTERM, signal.SIGINT], grace_s=float(sys.argv[1]), also_ends=lambda: [])
 print(worker.pid, flush=True)
 lock = (ctypes.c_byte * 64)()
 for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(ctypes.byref(lock))
@@ -551,6 +572,8 @@ def test_a_launcher_that_waits_without_an_end_is_ended_by_its_guard(grace: str, 
             if signals == 2:
                 wait_for(lambda: not _pending(launcher.pid), "the first signal being heard", str)
                 launcher.terminate()
+                wait_for(lambda: not _pending(launcher.pid), "the same signal being heard", str)
+                launcher.send_signal(signal.SIGINT)
             out, said = launcher.communicate(timeout=30)
             status = Path(f"/proc/{worker}/status")
             assert not status.exists() or "zombie" in status.read_text()

@@ -1,9 +1,9 @@
-"""Chunks on their way to devices: through memory that the driver knows, without waiting, one event each.
+"""Chunks on their way to devices: from memory that the driver knows, without waiting.
 
-What is restored lies in memory of keepers, which no driver has registered, so a copy from there would wait for the device,
-piece by piece. Each thread that fills copies a chunk into a buffer of its own instead, proves it there, queues the pieces
-on a stream of its own, and goes on with its other buffer. A buffer is used again when the device has passed the event
-behind its pieces; `close` waits for the last.
+A slot of this process is registered (`checkpoint.capture.side_stream_copy`): its chunks are queued from where they lie. Other
+memory of keepers no driver has registered, so a copy from there would wait for the device, piece by piece. Each thread that
+fills copies such a chunk into a buffer of its own instead, proves it there, queues the pieces on a stream of its own, and goes
+on with its other buffer. A buffer is used again when the device has passed the event behind its pieces; `close` waits for all.
 
 A device that has no such memory for us is filled from an ordinary buffer, which blocks. Used by `checkpoint.restore.tensor_fill`.
 """
@@ -48,6 +48,7 @@ class Staging:
         self._is_pinned = True
         self._streams: dict[torch.device, torch.Stream] = {}
         self._buffers: deque[tuple[torch.Tensor, tuple[torch.Event, ...]]] = deque()
+        self._behind: dict[torch.device, torch.Event] = {}
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Returns a buffer of so many bytes that no device reads any more.
@@ -63,23 +64,13 @@ class Staging:
 
     def send(self, buffer: torch.Tensor, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Queues the copies from `buffer`, which `take` gave, to the targets."""
-        by_device: dict[torch.device, list[int]] = {}
-        for index, target in enumerate(targets):
-            by_device.setdefault(target.device, []).append(index)
-        events = []
-        with torch.no_grad():
-            for index in by_device.pop(torch.device("cpu"), ()):
-                targets[index].copy_(sources[index])
-            for device, members in by_device.items():
-                stream = self._stream(device)
-                if not self._is_pinned:  # a copy that blocks has no limit: not before the device has come to it
-                    _await((device_of(device.type).record(stream),))
-                with stream:
-                    for index in members:
-                        targets[index].copy_(sources[index], non_blocking=self._is_pinned)
-                    events.append(device_of(device.type).record(stream))
+        events = self._queue(targets, sources, is_pinned=self._is_pinned)
         whole = buffer.new_empty(0).set_(buffer.untyped_storage())
-        self._buffers.append((whole, tuple(events)))
+        self._buffers.append((whole, tuple(events.values())))
+
+    def send_in_place(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Queues the copies from memory that the driver knows (`is_known`), which stays as it is until `close`."""
+        self._behind |= self._queue(targets, sources, is_pinned=True)
 
     def close(self) -> None:
         """Waits until the devices have all that was sent.
@@ -87,8 +78,30 @@ class Staging:
         Raises:
             LevelNotReached: a device took nothing for long.
         """
+        _await(tuple(self._behind.values()))
         while self._buffers:
             _await(self._buffers.popleft()[1])
+
+    def _queue(
+        self, targets: list[torch.Tensor], sources: list[torch.Tensor], *, is_pinned: bool
+    ) -> dict[torch.device, torch.Event]:
+        """Queues copies; returns the event behind those of each device. Parts of host memory are copied when it returns."""
+        by_device: dict[torch.device, list[int]] = {}
+        for index, target in enumerate(targets):
+            by_device.setdefault(target.device, []).append(index)
+        events = {}
+        with torch.no_grad():
+            for index in by_device.pop(torch.device("cpu"), ()):
+                targets[index].copy_(sources[index])
+            for device, members in by_device.items():
+                stream = self._stream(device)
+                if not is_pinned:  # a copy that blocks has no limit: not before the device has come to it
+                    _await((device_of(device.type).record(stream),))
+                with stream:
+                    for index in members:
+                        targets[index].copy_(sources[index], non_blocking=is_pinned)
+                    events[device] = device_of(device.type).record(stream)
+        return events
 
     def _stream(self, device: torch.device) -> torch.Stream:
         if device not in self._streams:
@@ -108,6 +121,11 @@ class Staging:
 def _await(events: tuple[torch.Event, ...]) -> None:
     if not accelerator.wait(events, TAKE_S):
         raise LevelNotReached("a device does not take what is restored to it")
+
+
+def is_known(source: torch.Tensor) -> bool:
+    """Return whether the driver knows this host memory, so that a copy from it is queued and nobody waits."""
+    return source.is_pinned()
 
 
 def placed(source: torch.Tensor, address: int, buffer: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Alone:
     world_size = 1
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Only ours."""
+        """Returns the bytes of this rank alone."""
         return [data]
 
     def send(self, data: torch.Tensor, to: int) -> None:  # noqa: ARG002 - there is nobody

@@ -12,8 +12,8 @@ of its own, proves it there, and then copies it. Bytes of a bad chunk reach no t
 In the layout that was saved every entry goes whole to its tensor; in another a copy takes a box of an entry, and of an
 image only those chunks need be here that hold such a box. Tensors are filled in place, on whatever device they are. Host
 memory takes bytes as they are, without a call into torch per piece; both hashing and copying release the interpreter's
-lock. What goes to a device is copied into a buffer first, hashed there, and queued (`checkpoint.device.chunk_staging`). Called by
-`checkpoint.restore.restorer`.
+lock. What goes to a device is hashed and queued from a slot that the driver knows, or from a buffer that it is copied into first
+(`checkpoint.device.chunk_staging`). Called by `checkpoint.restore.restorer`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from holdfast.base.errors import CorruptError, HoldfastError
-from holdfast.checkpoint.device.chunk_staging import Staging, Starts, placed
+from holdfast.checkpoint.device.chunk_staging import Staging, Starts, is_known, placed
 from holdfast.checkpoint.entries.types import LiveTensor, torch_dtype
 from holdfast.core.layout import reshard
 from holdfast.core.model import Extent
@@ -188,7 +188,8 @@ class _Work:
     def _run(self, staging: Staging) -> None:
         while (chunk := self.todo.get()) is not None:
             located = self._sources[chunk.image].located
-            buffer = staging.take(len(chunk.view)) if chunk.goes_to_device else None
+            lies_ready = chunk.goes_to_device and is_known(chunk.sources[0])
+            buffer = staging.take(len(chunk.view)) if chunk.goes_to_device and not lies_ready else None
             digest = _copy_and_hash(chunk, buffer)
             self._digests[chunk.image][chunk.index] = digest
             self._progress(len(chunk.view))
@@ -200,6 +201,8 @@ class _Work:
             if buffer is not None:
                 found = [placed(source, chunk.address, buffer) for source in chunk.sources]
                 staging.send(buffer, chunk.targets, found)
+            elif lies_ready:
+                staging.send_in_place(chunk.targets, chunk.sources)
             else:
                 _copy_boxes(chunk.targets, chunk.sources)
 

@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import heartbeat_page
 from holdfast.core.elastic.escalation import Failure, Fault, RecoveryAction, RecoveryDecision
-from holdfast.core.elastic.failure_detector import Exit, Verdict, first_failure
+from holdfast.core.elastic.failure_detector import Exit, Verdict, cause, first_failure
 from holdfast.core.elastic.lost_node import NodeFacts, lost
 from holdfast.core.elastic.rerun import cannot_run_twice
 from holdfast.core.versions.late_copy_rules import is_result
@@ -140,6 +140,7 @@ class Agent(RendezvousAgent):
         if self._workers is None:
             self._workers = self._pcontext = self._new_workers(worker_group)
             self._workers.start()  # otherwise those that live get a new order, and the dead are replaced
+            self._take_signals()
         self._failures.clear()
         self._order_all()
         return self._workers.pids()
@@ -215,7 +216,9 @@ class Agent(RendezvousAgent):
         if not worker_slots:
             return super().exit_code_after(sigval)
         for worker_slot in worker_slots:
-            self._hear(worker_slot)  # what it said last
+            self._hear(worker_slot)
+            for message in worker_slot.last_words:
+                self._note_state(worker_slot, message)
         well = sum(worker_slot.proc.poll() == 0 for worker_slot in worker_slots)
         logger.warning(
             "the job was told to end (%s): %d of %d workers ended well; %s",
@@ -333,9 +336,7 @@ class Agent(RendezvousAgent):
         dead = [worker_slot for worker_slot in self._worker_slots() if self._died(worker_slot)]
         spent = [worker_slot for worker_slot in dead if self._cannot_run_twice(worker_slot)]
         for worker_slot in spent:
-            self._run_anew(
-                f"it ended with {self._why(worker_slot.code)} before its first step: {worker_slot.error}", worker_slot
-            )
+            self._run_anew(f"it {self._why(worker_slot.code)} before its first step: {worker_slot.error}", worker_slot)
             self._replace(worker_slot.local_rank, self._recoveries + 1)
         dead = [worker_slot for worker_slot in dead if worker_slot not in spent]
         if not dead:
@@ -360,7 +361,7 @@ class Agent(RendezvousAgent):
         if answer.action is RecoveryAction.REPLACE:
             for worker_slot in dead:
                 self._replace(worker_slot.local_rank, self._recoveries + 1)
-        return self._act(answer, f"rank {ranks[0]} ended with {self._why(code)}")
+        return self._act(answer, f"rank {ranks[0]} {self._why(code)}")
 
     def _renew_unfit(self) -> None:
         """Processes that cannot run the script again are replaced by forks, which get the order in force."""
@@ -435,7 +436,8 @@ class Agent(RendezvousAgent):
         worker_slot.clean_up()
 
     def _why(self, code: int) -> str:
-        return self._watch.why_it_ended(code) if self._watch is not None else _exit_text(code)
+        """A phrase that follows the name of a worker: how it ended."""
+        return self._watch.why_it_ended(code) if self._watch is not None else cause(Exit(code))
 
     def _readings(self) -> list[heartbeat_page.Reading]:
         return [heartbeat_page.read(worker_slot.page) for worker_slot in self._worker_slots() if worker_slot.page >= 0]
@@ -716,9 +718,9 @@ class Agent(RendezvousAgent):
         ]
         for worker_slot in failed:
             logger.error(
-                "rank %d finished its script and then ended with %s",
+                "rank %d finished its script and then %s",
                 ranks[worker_slot.local_rank],
-                _exit_text(worker_slot.code),
+                self._why(worker_slot.code),
             )
             self._note_death(worker_slot)
         if failed:
@@ -828,7 +830,3 @@ def awaited(named: Mapping[int, int], after_s: float, *, num_ended: int) -> str:
         f"{text}, after {after_s:.0f} s{others}. torch may hang at its own end (a DDP model that outlives its gloo group);"
         " `py-spy dump --native --pid` shows it. Nothing is killed here: if no work is left there, `kill -9` ends it"
     )
-
-
-def _exit_text(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

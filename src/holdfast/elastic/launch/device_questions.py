@@ -8,19 +8,32 @@ workers, so a child asks in its place. torch.cuda's notes on multiprocessing; `p
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
+import select
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-_QUESTIONS = ("is_available", "device_count")
+from holdfast.base.errors import DeviceError
+
+logger = logging.getLogger(__name__)
+
+_QUESTIONS: dict[str, type[int]] = {"is_available": bool, "device_count": int}
+# A driver that nobody keeps loaded begins one device after the other, seconds each.
+ANSWER_S = 120.0
+REMEDY = "a driver hangs: see what its own tools say; where no device is wanted, hide them (CUDA_VISIBLE_DEVICES=)"
 
 
 @contextlib.contextmanager
 def asked_in_a_child() -> Iterator[None]:
-    """Inside, `is_available()` and `device_count()` of every kind of device begin nothing in this process. One thread only."""
+    """Inside, `is_available()` and `device_count()` of every kind of device begin nothing in this process. One thread only.
+
+    Raises:
+        DeviceError: from a question, a driver hangs.
+    """
     own = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
     kept = []
     for module in (torch.cuda, torch.xpu, torch.accelerator, own):
@@ -28,7 +41,7 @@ def asked_in_a_child() -> Iterator[None]:
             question = getattr(module, name, None)
             if callable(question):
                 kept.append((module, name, question))
-                setattr(module, name, _in_a_child(question))
+                setattr(module, name, _in_a_child(name, question))
     try:
         yield
     finally:
@@ -36,19 +49,31 @@ def asked_in_a_child() -> Iterator[None]:
             setattr(module, name, question)
 
 
-def _in_a_child(question: Callable[[], Any]) -> Callable[[], Any]:
+def _in_a_child(name: str, question: Callable[[], Any]) -> Callable[[], Any]:
     def answer() -> Any:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                os.write(writing, json.dumps(question()).encode())
+                os.write(writing, str(int(question())).encode())
+            except Exception:  # torch would raise it in the launcher; here it is told
+                logger.exception("%s() failed", name)
             finally:
                 os._exit(0)
         os.close(writing)
-        with open(reading, "rb") as file:
-            said = file.read()
-        os.waitpid(pid, 0)
-        return json.loads(said) if said else 0  # a driver that fails has no devices
+        said, ended = b"", False
+        try:
+            ended = bool(select.select([reading], [], [], ANSWER_S)[0])
+            # One write; whoever the driver started may hold the other end for longer.
+            said = os.read(reading, 32) if ended else b""
+        finally:
+            os.close(reading)
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):  # somebody's handler of SIGCHLD took it
+                if not ended:
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0 if ended else os.WNOHANG)  # a child that stands in its driver may outlast SIGKILL
+        if not ended:
+            raise DeviceError(f"{name}() gave no answer within {ANSWER_S:g} s", remedy=REMEDY)
+        return _QUESTIONS[name](int(said or b"0"))  # a driver that fails has no devices
 
     return answer

@@ -18,7 +18,7 @@ Takes every flag of torchrun with torchrun's meaning, plus the group "holdfast" 
   its own for each simulated node: agents are ranked by address, then by process id, so only a replacement under the
   same address is sure to take the same ranks.
 - **A signal to the launcher reaches the workers only, not their children** (data loaders), who are given time to save;
-  exit code 0 if all of them end well, else 128 + signal. A second signal ends them at once.
+  exit code 0 if all of them end well, else 128 + signal. SIGINT or SIGQUIT after that ends them at once; another SIGTERM changes nothing.
 
 Must never: keep state of the job, or be the reason that a run ends because the keeper could not start.
 """
@@ -213,6 +213,7 @@ def main(
         looks: what else a worker asks before it runs a script again in its process.
     """
     open_standard_files()
+    _wait_for_children()
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
     work = functools.partial(worker_main.serve, script=script, looks=looks)
     given = list(sys.argv[1:] if argv is None else argv)
@@ -240,7 +241,7 @@ def main(
         return 2
     if cache is not None:
         cache.fetch()
-    label_process("hf agent")
+    label_process("hf-agent")
     # Before any thread exists; workers come out here with their exit code.
     forked = forkserver.ForkServer.start(work)
     _raise_descriptor_limit()  # of this process alone: workers have what the user gave them
@@ -273,6 +274,12 @@ def main(
         if watch is not None:
             watch.close(code)
         guard.close()
+
+
+def _wait_for_children() -> None:
+    """A caller that ignores SIGCHLD hands that on, and the kernel would tell nobody how a worker ended."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _cache(given: str | None, settings: Config) -> CompileCache | None:
@@ -419,9 +426,15 @@ def _num_nodes(text: str) -> tuple[int, int]:
 def _launch_config(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
     try:
         with asked_in_a_child():
-            return config_from_args(args)
+            config, entrypoint, arguments = config_from_args(args)
     except (ValueError, AssertionError) as error:
         raise UsageError(str(error), remedy="see holdfast run --help") from error
+    if config.nproc_per_node < 1:
+        given = args.nproc_per_node
+        raise UsageError(
+            f"--nproc-per-node={given} gives {config.nproc_per_node} processes", remedy="give a number of at least 1"
+        )
+    return config, entrypoint, arguments
 
 
 def _is_given(args: argparse.Namespace, name: str) -> bool:

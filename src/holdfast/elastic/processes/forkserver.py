@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from holdfast.base.proc_stat import stat_fields
 from holdfast.base.process_label import label_process
 from holdfast.elastic.worker.kill_descendants import kill_group
 
@@ -140,7 +141,7 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            label_process("hf forkserver")
+            label_process("hf-forkserver")
             raise SystemExit(_ForkServerProcess(theirs, work).serve())
         theirs.close()
         return cls(ours, pid)
@@ -290,7 +291,7 @@ def serve(link: int, work: Work) -> int:
         link: descriptor of the line to the launcher.
         work: what workers do.
     """
-    label_process("hf forkserver")
+    label_process("hf-forkserver")
     keeper = _ForkServerProcess(socket.socket(fileno=link), work)
     keeper.greet()
     return keeper.serve()
@@ -427,7 +428,7 @@ def _import_quietly(name: str) -> None:
 def _code_of_zombie(pid: int) -> int | None:
     """Return how a process ended that nobody has awaited yet; None if it is none, or the kernel does not say."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # one open file: the fields and the owner are of one process
             fields = file.read().rsplit(b")", 1)[1].split()
             is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
     except (FileNotFoundError, ProcessLookupError):
@@ -438,7 +439,7 @@ def _code_of_zombie(pid: int) -> int | None:
 
 def _work_of(pid: int) -> tuple[bool, object]:
     """Return whether a process is stopped, and what differs from look to look while it works, or would."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if not fields:
         return False, None
     # Fields 14 and 15: ticks of its threads in user and kernel mode.
@@ -446,14 +447,5 @@ def _work_of(pid: int) -> tuple[bool, object]:
 
 
 def _lives(pid: int) -> bool:
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return bool(fields) and fields[0] not in (b"Z", b"X")
-
-
-def _stat(pid: int) -> list[bytes]:
-    """Return the fields of proc_pid_stat(5) from the state on, which is field 3; none if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rsplit(b")", 1)[1].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class WorkerSlot:
         killed_at: when it was killed as one that hangs, monotonic; 0 if it was not.
         left: it has left the script of a run that is over, and clears up behind it.
         departs: it has finished the script, and its process ends without waiting for the others.
+        last_words: messages that nobody had heard when its line was closed.
     """
 
     local_rank: int
@@ -87,6 +88,7 @@ class WorkerSlot:
     killed_at: float = 0.0
     left: bool = False
     departs: bool = False
+    last_words: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def code(self) -> int:
@@ -137,6 +139,8 @@ class WorkerSlot:
         """
         if not well:
             self.close(signal.SIGKILL)
+        while not self.silent and (said := self.line.receive(wait=False)):
+            self.last_words += said
         self.line.close()
         self.silent = True
         if self.page >= 0:

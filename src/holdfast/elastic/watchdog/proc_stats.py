@@ -15,6 +15,7 @@ import struct
 import time
 from dataclasses import dataclass
 
+from holdfast.base.proc_stat import stat_fields
 from holdfast.core.elastic.worker_facts import PERSON, SLEEP
 from holdfast.elastic.watchdog.worker_interrupt import copies_of_sockets
 
@@ -216,8 +217,7 @@ def _list_processes() -> _Processes:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                text = _read(f"/proc/{entry}/stat")
-                fields = text[text.rindex(")") + 2 :].split()
+                fields = stat_fields(int(entry))
                 found[int(entry)] = (int(fields[1]), int(fields[3]))
             except (OSError, ValueError, IndexError):
                 continue  # it ended meanwhile
@@ -353,9 +353,8 @@ def _is_terminal(pid: int, fd: int) -> bool:
 
 def _stat(pid: int) -> tuple[str, int, int, int, int]:
     """State; user and system ticks of the whole process, those of children that ended; pages read from disks."""
-    text = _read(f"/proc/{pid}/stat")
-    fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], int(fields[11]), int(fields[12]), int(fields[13]) + int(fields[14]), int(fields[9])
+    fields = stat_fields(pid)
+    return fields[0].decode(), int(fields[11]), int(fields[12]), int(fields[13]) + int(fields[14]), int(fields[9])
 
 
 def _moved_bytes(pid: int, pages: int) -> int:

@@ -13,6 +13,8 @@ import os
 import signal
 import time
 
+from holdfast.base.proc_stat import stat_fields
+
 # How long those that clean up may take, and how often their end is looked for.
 CLEAN_S, POLL_S = 2.0, 0.01
 # A process may fork while its group is looked through.
@@ -54,11 +56,10 @@ def _members(group: int) -> list[int]:
 def _group_of(pid: int) -> int:
     """Return the group of a process that lives; -1 if it does not."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, _, group, *_ = file.read().rpartition(b")")[2].split()
-    except (OSError, ValueError):
+        fields = stat_fields(pid)
+    except OSError:
         return -1
-    return -1 if state in (b"Z", b"X") else int(group)
+    return -1 if not fields or fields[0] in (b"Z", b"X") else int(fields[2])
 
 
 def _cleans(pid: int) -> bool:

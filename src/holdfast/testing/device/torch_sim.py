@@ -75,6 +75,7 @@ class DeviceModule(types.ModuleType):
         """Refuse in a forked child; start nothing."""
         if self._native.forked():
             self._native.use(0)  # raises
+        self._native.initialize()
 
     def _lazy_init(self) -> None:
         self.init()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.base import program
+from holdfast.base.proc_stat import stat_fields
 from holdfast.testing.checks.evidence import slot_links
 from holdfast.testing.drill.shared import Ground, Setup, die_with
 
@@ -260,7 +261,7 @@ def _flags() -> list[str]:
 
 def _state(pid: int) -> str:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
+        fields = stat_fields(pid)
+    except OSError:
         return ""
+    return fields[0].decode() if fields else ""

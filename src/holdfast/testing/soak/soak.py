@@ -222,7 +222,7 @@ class Soak:
         return steps, len(rows[0]) - steps
 
     def close(self) -> None:
-        """Whatever is left ends."""
+        """Kills the launcher, and the keepers, that are left."""
         if self.launcher is not None and self.launcher.poll() is None:
             self.launcher.kill()
             self.launcher.wait()

@@ -14,6 +14,8 @@ import secrets
 import socket
 from pathlib import Path
 
+from holdfast.base.proc_stat import stat_fields
+
 # How often taking a lock is tried anew because its file was removed meanwhile by the one who held it.
 _LOCK_ATTEMPTS = 100
 _DEAD_STATES = (b"Z", b"X", b"x")
@@ -65,10 +67,9 @@ def machine_id() -> str:
 def _stat(pid: int) -> list[bytes]:
     """Return what /proc tells of a process, from its state on; nothing if it tells nothing."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return stat_fields(pid)
     except OSError:
         return []
-    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def _is_zombie(fields: list[bytes]) -> bool:

@@ -63,6 +63,8 @@ PYBIND11_MODULE(SIMDEV_MODULE, m) {
   m.def("name", [] { return settings().name; });
   m.def("device_count", &num_devices);
   m.def("forked", &forked);
+  // PyTorch asks the hooks of a device only once it has made this call: whether memory is pinned, for one.
+  m.def("initialize", [] { at::globalContext().lazyInitDevice(kDeviceType); });
   m.def("in_use", &in_use);
   m.def("any_in_use", &any_in_use);
   m.def("use", [](int index) { device(index).check(); });
