@@ -30,6 +30,8 @@ REQUIRED = {
     "TrainJob": ("spec.runtimeRef.name", "spec.trainer.numNodes"),
     "ClusterTrainingRuntime": ("spec.mlPolicy.numNodes", "spec.template.spec.replicatedJobs"),
     "JobSet": ("spec.replicatedJobs",),
+    "NetworkPolicy": ("spec.podSelector.matchLabels", "spec.policyTypes", "spec.ingress"),
+    "PodDisruptionBudget": ("spec.minAvailable", "spec.selector.matchLabels"),
     "DaemonSet": ("spec.selector.matchLabels", "spec.template.metadata.labels", "spec.template.spec.containers"),
 }
 
@@ -176,3 +178,15 @@ def test_the_unit_stops_with_time_to_save_and_leaves_the_keeper() -> None:
     assert (service["KillMode"], service["KillSignal"]) == ("process", "SIGTERM")
     assert int(service["TimeoutStopSec"]) >= 300
     assert {"Unit", "Service", "Install"} <= set(unit.sections())
+
+
+def test_the_guards_are_those_of_the_jobset() -> None:
+    """They choose its pods, and an eviction leaves as many nodes as hold a whole state."""
+    kinds = {document["kind"]: document for name, document in documents() if name.startswith(("guards", "jobset"))}
+    policy, budget, job = kinds["NetworkPolicy"]["spec"], kinds["PodDisruptionBudget"]["spec"], kinds["JobSet"]
+    label = {"jobset.sigs.k8s.io/jobset-name": job["metadata"]["name"]}
+    (sender,) = policy["ingress"][0]["from"]
+    for selector in (policy["podSelector"], sender["podSelector"], budget["selector"]):
+        assert selector["matchLabels"] == label
+    (node,) = job["spec"]["replicatedJobs"]
+    assert budget["minAvailable"] == node["template"]["spec"]["parallelism"] - 1
