@@ -29,7 +29,7 @@ from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, Mem
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import copy_plan, paced_copy
 from holdfast.checkpoint.capture.copy_plan import Batch, Copies, Plan, SlotView, Split, Structure
-from holdfast.checkpoint.capture.late_copy_check import CopyCheck, LateCopyChecker
+from holdfast.checkpoint.capture.late_copy_check import CopyCheck, LateCopyChecker, WriteCounts
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, can_digest, differing, digest, named
 from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, STEPPED, Fence, LateCopyJob, Opened, Pace
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
@@ -467,6 +467,9 @@ class Saver:
         now, late = view.assign(taken.gathered.tensors, taken.split)
         parts, sources, targets = view.plan.parts, view.sources, view.targets
         pledged = [LatePiece(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
+        on_device = [i for i in taken.split.late if sources[i].device.type != "cpu"] if late.device_targets else []
+        names = [parts[i].name for i in on_device]
+        counts = WriteCounts({name: taken.gathered.tensors[name].local for name in names}, self._trust)
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         copy_plan.copy_at_once(now, self._num_threads)
         watched = [ImmediatePiece(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
@@ -474,9 +477,9 @@ class Saver:
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
             job = LateCopyJob(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
+            job.written = counts.written
             self._events.count("late_copied_bytes", job.num_bytes)
             if late.device_targets:
-                names = [parts[i].name for i in taken.split.late if sources[i].device.type != "cpu"]
                 rows = zip(names, late.device_sources, late.device_targets, strict=True)
                 smallest = sorted(rows, key=lambda row: row[1].nbytes)[:NUM_SMALLEST]
                 self._last_late = _Late(taken.handle, self.fence.num_steps, smallest)
