@@ -290,7 +290,7 @@ for epoch, (x, y) in enumerate(loader):
         {step}
         die(epoch, i)
     die(epoch, "eval")
-""", kills=("0,1", "0,2", "3,0", "6,1", "6,eval", "end")),
+""", kills=("3,0", "4,2", "6,1", "6,eval", "end")),
     # Values.
     "flag that turns in every epoch": Case(inline(
         pre="turned = 0\nclass Flags: on = False", before="Flags.on = not Flags.on\nturned = 1 - turned", body="x = Flags.on",
@@ -334,7 +334,7 @@ for epoch in range(3):
         die(epoch, i)
     die(epoch, "eval")
 """, shown="noisy.calls"),
-    "break in the first batches": Case(inline(body="if i == 5: break"), shown="i"),
+    "break in the first batches": Case(inline(body="if i == 5: break"), shown="i", kills=("0,4", "0,eval", "2,3", "end")),
     "end before all epochs": Case(inline(behind="if epoch == 1: break", loop=INLINE.replace("range(3)", "range(9)")),
         kills=("0,4", "1,2", "1,6", "end"), shown="epoch"),
     "return from the middle": Case("""
@@ -351,7 +351,7 @@ print("END", main())
     "gradients of several batches": Case(inline(
         loop=INLINE.replace("{step}", "made(epoch, i)\n        (F.cross_entropy(model(x), y) / 2).backward()\n"
         "        if (i + 1) % 2 == 0 or i + 1 == len(loader):\n            optimizer.step(); optimizer.zero_grad()"),
-    )),
+    ), kills=("0,6", "0,eval", "2,3", "2,6", "end")),
     "two loops in one epoch": Case("""
 for epoch in range(3):
     for i, (x, y) in enumerate(loader):

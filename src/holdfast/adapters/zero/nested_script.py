@@ -198,7 +198,7 @@ def _scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
 
 
 class _Calls:
-    """What code of the script reaches: by name, as a method, as a function that is handed on.
+    """Finds what code of the script reaches: by name, as a method, as a function that is handed on.
 
     Attributes:
         functions, methods: of the script, by name.

@@ -32,7 +32,7 @@ _KEYS = {"position", "starts", "rows", "gone", "carried", "unsure", "began", "nu
 
 
 class NestedState:
-    """What a version holds besides the objects.
+    """Holds what a version has besides the objects.
 
     Args:
         nest: the loops of the script.

@@ -266,9 +266,9 @@ def _require_good(run: Ended, number: int) -> None:
 
 
 def _errors(run: Ended) -> Sequence[str]:
-    """Returns the last lines of standard error, without what torchrun sums up behind them."""
+    """Returns the last lines of standard error, without what the launcher sums up behind them."""
     lines = tail(run.directory / "errors", 10 * ERROR_LINES)
-    end = next((at for at, line in enumerate(lines) if line.startswith("=====")), len(lines))
+    end = next((at for at, line in enumerate(lines) if line.startswith(("=====", "+--"))), len(lines))
     return lines[:end][-ERROR_LINES:]
 
 

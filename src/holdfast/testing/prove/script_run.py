@@ -166,7 +166,9 @@ class ScriptRuns:
         if not target.is_module and script.is_absolute() and script.is_relative_to(here):
             words[0] = str(place / script.relative_to(here))
         flags = ["--nproc-per-node", str(target.ranks)]
-        if kill is not None and not target.keeps_itself:
+        if kill is None:
+            flags += ["--max-restarts", "0"]  # whoever fails undisturbed would fail again
+        elif not target.keeps_itself:
             flags += ["--checkpoint-dir", str(directory / "checkpoints")]
         return program.command(PROGRAM, *flags, *(["-m"] if target.is_module else []), *words)
 
