@@ -409,6 +409,125 @@ for epoch in range(3):
     "longer at the second time": Case(
         inline(loop=INLINE.replace("range(3)", "range(int(os.environ.get('N', 3)))")), again=(("N", "4"),), kills=("0,4", "2,3")
     ),
+    # What a restart does again, or asks for, before everything is as it was.
+    "batches without a step behind the last one": Case(inline(
+        loop=INLINE.replace("{step}", "made(epoch, i)\n        loss = F.cross_entropy(model(x), y) / 3\n        loss.backward()\n"
+        "        if i % 3 == 2: optimizer.step(); optimizer.zero_grad()"),
+        behind="print(loss.item())",
+    ), kills=("0,eval", "1,eval", "2,1")),
+    "evaluated before the batches": Case(EVALUATE + """
+def main():
+    for epoch in range(3):
+        before = evaluate()
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        die(epoch, "eval")
+        print("END", before)
+main()
+""", "is evaluated before the loop of line", kills=("2,3",), scale="(1 + before)"),
+    "saved before the batches": Case(inline(
+        pre="file = os.environ['MARK'] + '.own'", before="torch.save(model.state_dict(), file)",
+    ), "written by torch.save before the loop of line", kills=("2,3",), shown="torch.load(file)['3.bias'].tolist()"),
+    "number of the parameters, made before the batches": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+def main():
+    for epoch in range(3):
+        size = sum(p.abs().sum().item() for p in model.parameters())
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        die(epoch, "eval")
+main()
+""", "size' was made before the loop of line", kills=("0,4", "2,3"), scale="(1 / size)"),
+    "rate that is shown before the batches": Case("""
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=21)
+def main():
+    for epoch in range(3):
+        began = optimizer.param_groups[0]["lr"], schedule.last_epoch
+        for i, (x, y) in enumerate(loader):
+            {step}
+            schedule.step()
+            die(epoch, i)
+        print("END", began)
+        die(epoch, "eval")
+main()
+"""),
+    "count that a generator reads": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+seen = 1
+def batches():
+    for k in range(0, 28, 4):
+        yield dataset.tensors[0][k : k + 4] * seen, dataset.tensors[1][k : k + 4]
+for epoch in range(3):
+    for i, (x, y) in enumerate(batches()):
+        {step}
+        if loss.item() < 2: seen += 1
+        die(epoch, i)
+    die(epoch, "eval")
+""", shown="seen"),
+    "count of a function that a dataset reads": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+def main():
+    seen = i = 0
+    class Counted(Dataset):
+        def __len__(self):
+            return 28
+        def __getitem__(self, index):
+            return dataset[index][0] * (1 + seen + i), dataset[index][1]
+    for epoch in range(3):
+        for i, (x, y) in enumerate(DataLoader(Counted(), batch_size=4, shuffle=True)):
+            {step}
+            seen += 1
+            die(epoch, i)
+        die(epoch, "eval")
+main()
+"""),
+    "sampler and dataset that draw from one generator": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+dice = random.Random(3)
+class Pool(Sampler):
+    def __iter__(self):
+        pool = list(range(28))
+        while pool:
+            yield pool.pop(dice.randrange(len(pool)))
+    def __len__(self):
+        return 28
+class Noisy(Dataset):
+    def __len__(self):
+        return 28
+    def __getitem__(self, index):
+        return dataset[index][0] + dice.random(), dataset[index][1]
+loader = DataLoader(Noisy(), batch_size=4, sampler=Pool())
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", "the items of the loop of line", kills=("0,2", "2,3")),
+    "indices that are drawn in parts, from the generator of the steps": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+dice = torch.Generator().manual_seed(3)
+order = torch.utils.data.RandomSampler(range(70), replacement=True, num_samples=70, generator=dice)
+class More(Dataset):
+    def __len__(self):
+        return 70
+    def __getitem__(self, index):
+        return dataset[index % 28]
+loader = DataLoader(More(), batch_size=10, sampler=order)
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        x = x + torch.rand(4, generator=dice)
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", "the items of the loop of line", kills=("0,4", "2,5")),
+    "number in a list with a module": Case(inline(
+        pre="torch.set_num_threads(2)\nheld = [model, 0]\ndef count(): held[1] += 1", body="count()",
+    ), "held[1]", kills=("2,3",), scale="(1 + held[1])"),
+    "gradients that are read behind the batches": Case(inline(
+        behind="norm = sum(p.grad.norm().item() for p in model.parameters() if p.grad is not None)\nprint('END', norm)",
+    ), shown="norm"),
     # Not kept, and why.
     "generator that draws step by step": Case("""
 def batches():
