@@ -67,7 +67,7 @@ def be_prompt(handler: DynamicRendezvousHandler) -> None:
 
 
 def _unheard(*_: object, **__: object) -> None:
-    """In the place of what records an event."""
+    """Record nothing."""
 
 
 def look_first(handler: DynamicRendezvousHandler) -> None:
