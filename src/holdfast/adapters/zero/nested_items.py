@@ -1,4 +1,4 @@
-"""What a loop goes over, taken up where it was: without loading what is skipped where that is known to be right.
+"""Takes up what a loop goes over where it was, without loading what is skipped where that is known to be right.
 
     items = Items(loader)       # also enumerate(loader), zip(...), tqdm(loader), a range, a list, a generator of the script
     items.skip(17)              # as if 17 had been taken, with the generators of random numbers as they were at the first
@@ -83,7 +83,7 @@ class Items:
 
 
 class _Way:
-    """How one kind of iterable is begun, and taken up.
+    """Begins one kind of iterable, and takes it up.
 
     Args:
         shape: what has to be alike at a restart.

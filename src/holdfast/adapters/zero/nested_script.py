@@ -32,6 +32,9 @@ from holdfast.adapters.zero.script import (
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
+# The number of the turn of what was a `while`.
+TURN = "__holdfast_turn__"
+
 _Place = tuple[int, int]
 
 
@@ -82,6 +85,7 @@ class Nest:
         reads_clock: whether the script reads a clock.
         reads_files: whether the script calls something that may have it go on from a file of its own.
         bounds: names and attributes that say how far loops count.
+        retains: whether the script speaks of graphs that outlive a backward pass.
         lines: attribute or name -> the first line that stores to it or calls a method of it.
     """
 
@@ -93,6 +97,7 @@ class Nest:
     reads_clock: bool
     reads_files: bool
     bounds: frozenset[str]
+    retains: bool
     lines: tuple[tuple[str, int], ...]
 
 
@@ -105,6 +110,11 @@ def find_nested(source: str) -> Nest | str:
     tree = ast.parse(source)
     if any(name.split(".")[0] == "holdfast" for name in imported(tree)):
         return ITSELF
+    before = _Calls(tree)
+    whiles = {
+        id(node) for node in ast.walk(tree) if isinstance(node, ast.While) and not node.orelse and before.trains(node)
+    }
+    tree = _Turns(whiles).visit(tree)
     calls = _Calls(tree)
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and calls.trains(node)]
     loops.sort(key=lambda loop: (loop.lineno, loop.col_offset))
@@ -117,6 +127,7 @@ def find_nested(source: str) -> Nest | str:
     inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
     kept = [loop for loop in loops if isinstance(loop, ast.For)]
     sites = [_site(tree, calls, known, number, loop, inner[number]) for number, loop in enumerate(kept)]
+    retains = any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in ast.walk(tree))
     words = {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for node in ast.walk(tree)
@@ -144,14 +155,43 @@ def find_nested(source: str) -> Nest | str:
         reads_clock=bool(words & CLOCKS),
         reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
+        retains=retains,
         lines=tuple(sorted(lines.items())),
     )
+
+
+class _Turns(ast.NodeTransformer):
+    """Makes `while x: ...` a loop over its turns: `for turn in ...: if not x: break; ...`."""
+
+    def __init__(self, whiles: set[int]) -> None:
+        self._whiles = whiles
+
+    def visit_While(self, node: ast.While) -> ast.stmt:
+        self.generic_visit(node)
+        if id(node) not in self._whiles:
+            return node
+        body = node.body
+        if not (isinstance(node.test, ast.Constant) and node.test.value):
+            body = [ast.If(ast.UnaryOp(ast.Not(), node.test), [ast.Break()], []), *body]
+        turns = ast.Call(ast.Attribute(ast.Name(HOOK, ast.Load()), "turns", ast.Load()), [], [])
+        found = ast.For(ast.Name(TURN, ast.Store()), turns, body, [])
+        for part in (
+            found,
+            found.target,
+            turns,
+            *ast.walk(turns),
+            *body[:1],
+            *(ast.walk(body[0]) if body is not node.body else ()),
+        ):
+            if not hasattr(part, "lineno"):
+                ast.copy_location(part, node)
+        return ast.fix_missing_locations(ast.copy_location(found, node))
 
 
 def _why_not(tree: ast.Module, loop: ast.For | ast.While) -> str:
     """Returns what is in the way of a loop; empty if nothing is."""
     if isinstance(loop, ast.While):
-        return f"the loop of line {loop.lineno} does not go over something: for ... in ..."
+        return f"the loop of line {loop.lineno} is a while with an else"
     if loop.orelse:
         return f"the loop of line {loop.lineno} has an else"
     if not all(isinstance(node, ast.Name) for node in _targets(loop.target)):
@@ -180,7 +220,7 @@ def _scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
 
 
 class _Calls:
-    """What code of the script reaches: by name, as a method, as a function that is handed on.
+    """Finds what code of the script reaches: by name, as a method, as a function that is handed on.
 
     Attributes:
         functions, methods: of the script, by name.
