@@ -163,9 +163,6 @@ class KeptLoops:
         found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user)
         if isinstance(found, str):
             return found, None, None
-        for name in site.carried:
-            if name not in scope:
-                return f"{name!r} is carried from one turn to the next and has no value before the loop", None, None
         looker = Looker(self._nest, found.things, frame)
         entry = looker.enter((), site, frame)
         if entry.before.unsure:

@@ -303,7 +303,9 @@ def _site(
         name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }
     ambient = (known.ambient - targets) | read_by_text(tree, loop)
-    must = _carried(loop, Reader(targets, known, runs=True), sets, outside, ambient)
+    early = ambient & _read_outside(tree, loop)
+    # What only code behind an outer loop reads, the turn that is begun again sets.
+    must = _carried(loop, Reader(targets, known, runs=True), sets, set() if inner else outside, early)
     may = _carried(loop, Reader(targets, known), sets, outside, ambient)
     gradients = () if inner else read(loop.body, calls.functions, calls.methods)
     after = (sets & outside) - may
@@ -320,6 +322,14 @@ def _site(
         dead=frozenset(sets - before - may - targets) if inner else frozenset(sets),
         gradients=gradients,
     )
+
+
+def _read_outside(tree: ast.Module, loop: ast.For) -> set[str]:
+    """Returns the names that code reads which is not made anew in every turn of a loop: functions that do not stand in it."""
+    inside = {id(node) for part in loop.body for node in ast.walk(part)}
+    around = [node for node in ast.walk(tree) if any(part is loop for part in ast.walk(node))]
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function | ast.Lambda) and id(node) not in inside]
+    return loaded([node for node in functions if not any(node is each for each in around)]) | read_by_text(tree, loop)
 
 
 def _carried(loop: ast.For, reader: Reader, sets: set[str], outside: set[str], ambient: set[str]) -> set[str]:
