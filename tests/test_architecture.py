@@ -359,6 +359,13 @@ def test_importing_everything_below_the_trainer_loads_neither_torch_nor_numpy() 
     assert loaded == []
 
 
+def test_a_keeper_loads_no_package_before_it_needs_it() -> None:
+    """Of encrypted files and of TOML: each job starts a keeper on every node, most without any of them."""
+    optional = ("cryptography", "tomllib", "tomli", "torch", "numpy", "safetensors")
+    code = f"import sys, holdfast.keeper.service.keeper_main; print(*[m for m in {optional} if m in sys.modules])"
+    assert in_fresh_interpreter(code).split() == []
+
+
 def test_public_names_are_frozen() -> None:
     code = "import holdfast; print(*holdfast.__all__)"
     assert in_fresh_interpreter(code).split() == PUBLIC_NAMES

@@ -133,7 +133,9 @@ def test_flags_that_documents_show_are_there() -> None:
         f"command {command[0]} {flag}"
         for page in PAGES
         for line in re.findall(
-            r"^ *(?:\$ )?holdfast (?!run\b|drill\b|demo\b)(.+)$", page.read_text().replace("\\\n", " "), re.MULTILINE
+            r"^ *(?:\$ )?holdfast (?!run\b|drill\b|demo\b|prove\b)(.+)$",
+            page.read_text().replace("\\\n", " "),
+            re.MULTILINE,
         )
         if (command := re.match(r"[a-z]+", line))
         for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", re.split(r" -- | #", line)[0])

@@ -487,4 +487,266 @@ CASES = {
         """,
         between="bar = Bar(range(start, 8))",
     ),
+    "list that grows": Case(
+        """
+        for step in range(start, 8):
+            losses.append(train(batch()).item())
+            ckpt.step(step)
+        """,
+        between="losses = []",
+        names=("losses",),
+    ),
+    "list of this step": Case(
+        """
+        for step in range(start, 8):
+            losses = []
+            for _ in range(2):
+                losses.append(train(batch()).item())
+            ckpt.step(step)
+        """
+    ),
+    "list of times": Case(
+        """
+        for step in range(start, 8):
+            begun = time.time()
+            train(batch())
+            times.append(time.time() - begun)
+            ckpt.step(step)
+        """,
+        between="times = []",
+    ),
+    "replay buffer": Case(
+        """
+        for step in range(start, 8):
+            seen.append(batch())
+            train(random.choice(seen))
+            ckpt.step(step)
+        """,
+        before="from collections import deque",
+        between="seen = deque(maxlen=4)",
+        names=("seen",),
+    ),
+    "tensor written in place": Case(
+        """
+        for step in range(start, 8):
+            x = batch()
+            hidden.mul_(0.9).add_(x.mean(0))
+            train(x + hidden)
+            ckpt.step(step)
+        """,
+        between="hidden = torch.zeros(4)",
+        names=("hidden",),
+    ),
+    "tensor of this step written in place": Case(
+        """
+        for step in range(start, 8):
+            x = batch()
+            x.mul_(2)
+            x[0] = 1
+            train(x)
+            ckpt.step(step)
+        """
+    ),
+    "element of a tensor": Case(
+        """
+        for step in range(start, 8):
+            total[0] += train(batch()).item()
+            ckpt.step(step)
+        """,
+        between="total = torch.zeros(1)",
+        names=("total",),
+    ),
+    "item of a dict": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            stats["seen"] = stats["seen"] + 3
+            ckpt.step(step)
+        """,
+        between="stats = {'seen': 0}",
+        names=("stats",),
+    ),
+    "list kept by carry": Case(
+        """
+        for step in range(start, 8):
+            losses.append(train(batch()).item())
+            ckpt.step(step, losses=losses)
+        """,
+        between="losses = ckpt.carry('losses', [])",
+    ),
+    "weights written in place": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            with torch.no_grad():
+                weight.mul_(0.9)
+                model.bias.data.clamp_(-1, 1)
+                for parameter in model.parameters():
+                    parameter.add_(0.1)
+            ckpt.step(step)
+        """,
+        before="weight = model.weight",
+    ),
+    "rate set by hand": Case(
+        """
+        for step in range(start, 8):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            for group in optimizer.param_groups:
+                group["weight_decay"] *= 0.9
+            train(batch())
+            ckpt.step(step)
+        """
+    ),
+    "attribute that lives on": Case(
+        """
+        for step in range(start, 8):
+            bag.mean = 0.9 * bag.mean + train(batch()).item()
+            bag.count += 1
+            ckpt.step(step)
+        """,
+        before="from types import SimpleNamespace; bag = SimpleNamespace(mean=0.0, count=0)",
+        names=("bag.mean", "bag.count"),
+    ),
+    "attribute that every step sets first": Case(
+        """
+        for step in range(start, 8):
+            bag.loss = train(batch()).item()
+            bag.said = f"{bag.loss}"
+            ckpt.step(step)
+        """,
+        before="from types import SimpleNamespace; bag = SimpleNamespace()",
+    ),
+    "attribute that restore begins": Case(
+        """
+        while bag.step < 8:
+            train(batch())
+            ckpt.step(bag.step)
+            bag.step += 1
+        """,
+        before="from types import SimpleNamespace",
+        between="bag = SimpleNamespace(); bag.step = start",
+    ),
+    "attribute kept by carry": Case(
+        """
+        for step in range(start, 8):
+            bag.mean = 0.9 * bag.mean + train(batch()).item()
+            ckpt.step(step, bag_mean=bag.mean)
+        """,
+        before="from types import SimpleNamespace; bag = SimpleNamespace(mean=0.0)",
+        between="bag.mean = ckpt.carry('bag_mean', bag.mean)",
+    ),
+    "attributes in a method": Case(
+        """
+        for step in range(start, 8):
+            trainer.one(batch())
+            ckpt.step(step)
+        """,
+        before="""
+        class Trainer:
+            def __init__(self):
+                self.mean, self.last, self.seen = torch.zeros(4), 0.0, []
+            def one(self, x):
+                self.note(x)
+                self.last = train(x - self.mean).item()
+                self.seen.append(self.last)
+            def note(self, x):
+                self.mean = 0.9 * self.mean + x.mean(0)
+        trainer = Trainer()
+        """,
+        names=("trainer.mean", "trainer.seen"),
+        in_function=False,
+    ),
+    "a trainer with its loop": Case(
+        """
+        Trainer(start, ckpt).run()
+        """,
+        before="""
+        class Trainer:
+            def __init__(self, start, ckpt):
+                self.mean, self.last, self.ckpt, self.step = torch.zeros(4), 0.0, ckpt, start
+            def run(self):
+                while self.step < 8:
+                    self.one(batch())
+                    self.ckpt.step(self.step)
+                    self.step += 1
+            def one(self, x):
+                self.mean.mul_(0.9).add_(x.mean(0))
+                self.last = train(x - self.mean).item()
+        """,
+        names=("self.mean",),
+        in_function=False,
+    ),
+    "function that is handed a list": Case(
+        """
+        for step in range(start, 8):
+            one(batch(), history, [])
+            ckpt.step(step)
+        """,
+        before="""
+        def one(x, seen, mine):
+            mine.append(1)
+            seen.append(train(x).item())
+        history = []
+        """,
+        names=("history",),
+        in_function=False,
+    ),
+    "global of a function": Case(
+        """
+        for step in range(start, 8):
+            one(batch())
+            ckpt.step(step)
+        """,
+        before="""
+        count = 0
+        def one(x):
+            global count
+            train(x / (1 + count))
+            count += 1
+        """,
+        names=("count",),
+        in_function=False,
+    ),
+    "attribute of a model that is given": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            model.seen += 1
+            ckpt.step(step)
+        """,
+        before="model.seen = 0",
+        names=("model.seen",),
+    ),
+    "attribute of an object that is given": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            kept.place += 1
+            ckpt.step(step)
+        """,
+        before="kept = Loader()",
+        given=", kept=kept",
+    ),
+    "a meter that every epoch begins anew": Case(
+        """
+        step = start
+        for epoch in range(2):
+            meter = Meter()
+            for _ in range(4):
+                meter.update(train(batch()).item())
+                ckpt.step(step)
+                step += 1
+        """,
+        before="""
+        class Meter:
+            def __init__(self):
+                self.sum = self.count = self.mean = 0
+            def update(self, value):
+                self.sum += value
+                self.count += 1
+                self.mean = self.sum / self.count
+        """,
+        names=("meter.sum", "meter.count"),
+        in_function=False,
+    ),
 }

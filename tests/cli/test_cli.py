@@ -69,10 +69,11 @@ def test_options_stay_few() -> None:
 def test_every_command_but_run_speaks_json() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     silent = {name for name, command in commands.items() if "--json" not in [o for p in command.params for o in p.opts]}
-    assert silent == {"run", "demo", "drill"}, "these are programs of their own, whose arguments are theirs"
+    assert silent == {"run", "demo", "drill", "prove"}, "these are programs of their own, whose arguments are theirs"
     home = Path(testing.__file__).parent
     for program in (
         "demo/demo",
+        "prove/prove",
         "drill/crash_drill",
         "power/power",
         "soak/soak",
@@ -100,7 +101,7 @@ def test_commands_that_look_load_neither_torch_nor_numpy(
 def test_help_shows_examples(holdfast: Run) -> None:
     answer = holdfast("--help")
     assert answer.returncode == 0
-    for command in ("run", "demo", "drill", "status", "ls", "inspect", "verify", "doctor"):
+    for command in ("run", "demo", "drill", "prove", "status", "ls", "inspect", "verify", "doctor"):
         assert f"  {command}" in answer.stdout
     assert "holdfast run --nproc-per-node 8 train.py" in answer.stdout
 

@@ -62,7 +62,7 @@ def trained(directory: Path, *words: str, kill_at: int = -1) -> tuple[dict[str, 
 
 def process_of(launcher: int, rank: int) -> int:
     """The id of the process that runs a rank now."""
-    found = [p.pid for p in psutil.Process(launcher).children(recursive=True) if p.name() == f"hf rank {rank}"]
+    found = [p.pid for p in psutil.Process(launcher).children(recursive=True) if p.name() == f"hf-rank-{rank}"]
     assert len(found) == 1, found
     return found[0]
 

@@ -553,7 +553,7 @@ class Ends:
     def safe(self): return "the newest state is that after step 7"
 assert worker.stdout.readline().strip() == "up"
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
-guard = exit_guard.ExitGuard(Ends(), [signal.SIGTERM], grace_s=float(sys.argv[1]), also_ends=lambda: [])
+guard = exit_guard.ExitGuard(Ends(), [signal.SIGTERM, signal.SIGINT], grace_s=float(sys.argv[1]), also_ends=lambda: [])
 print(worker.pid, flush=True)
 lock = (ctypes.c_byte * 64)()
 for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(ctypes.byref(lock))
@@ -572,6 +572,8 @@ def test_a_launcher_that_waits_without_an_end_is_ended_by_its_guard(grace: str, 
             if signals == 2:
                 wait_for(lambda: not _pending(launcher.pid), "the first signal being heard", str)
                 launcher.terminate()
+                wait_for(lambda: not _pending(launcher.pid), "the same signal being heard", str)
+                launcher.send_signal(signal.SIGINT)
             out, said = launcher.communicate(timeout=30)
             status = Path(f"/proc/{worker}/status")
             assert not status.exists() or "zombie" in status.read_text()

@@ -61,7 +61,7 @@ def test_the_host_of_the_store_is_killed_and_comes_back(job: Job, phase: str) ->
     nodes = Nodes(job, f"127.0.0.1:{free_port()}")
     first, second = nodes.start(0), nodes.start(1)
     if phase == "start":
-        wait_for(lambda: "hf agent" in names(first), "the launcher", job.logs)
+        wait_for(lambda: "hf-agent" in names(first), "the launcher", job.logs)
         before = None
     else:
         before = job.running(2)

@@ -17,10 +17,12 @@ MOST_BYTES = 15
 def label_process(name: str) -> None:
     """Names this process, by its main thread; children forked later begin with the same name.
 
+    No name has a space: Slurm (22.05, `proctrack/linuxproc`) passes over such processes when it signals or kills a job.
+
     Args:
-        name: cut to 15 bytes.
+        name: spaces become hyphens; cut to 15 bytes.
     """
     try:
-        Path("/proc/self/comm").write_bytes(name.encode()[:MOST_BYTES])
+        Path("/proc/self/comm").write_bytes(name.replace(" ", "-").encode()[:MOST_BYTES])
     except OSError as error:  # no /proc, or not writable: nothing depends on it
         logger.debug("the process keeps its name: %s", error)

@@ -107,6 +107,17 @@ def drill(context: typer.Context) -> None:
     subcommands.become("drill", context.args)
 
 
+@app.command(context_settings=PASS_THROUGH)
+def prove(context: typer.Context) -> None:
+    """Run a script of yours undisturbed and with kills, and compare every step: `holdfast prove script.py -- args`.
+
+    \b
+    holdfast prove train.py -- --epochs 1
+    holdfast prove --nproc-per-node 2 --kills 20 train.py -- --checkpoints {dir}
+    """
+    subcommands.become("prove", context.args)
+
+
 @app.command()
 def status(
     json: Json = False,

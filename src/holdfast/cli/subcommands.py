@@ -1,4 +1,4 @@
-"""`run`, `demo`, `drill`: commands that need torch and therefore are programs of their own.
+"""`run`, `demo`, `drill`, `prove`: commands that need torch and therefore are programs of their own.
 
 They are started in place of this process (exec), so signals, exit codes and process ids are theirs, and `holdfast`
 itself stays free of torch. What only answers a question (`rehearsal` and `orders`, for `plan`) is asked as a child.
@@ -21,10 +21,11 @@ PROGRAMS = {
     "run": "holdfast.adapters.zero.launcher",
     "demo": "holdfast.testing.demo.demo",
     "drill": "holdfast.testing",
+    "prove": "holdfast.testing.prove.prove",
 }
 
 # What a program needs beyond the library (the extra `testing`).
-NEEDS = {"demo": ("rich",), "drill": ("psutil", "rich")}
+NEEDS = {"demo": ("rich",), "drill": ("psutil", "rich"), "prove": ("psutil",)}
 
 QUESTIONS = {
     "exported": "holdfast.adapters.exported",

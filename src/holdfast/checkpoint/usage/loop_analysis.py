@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from holdfast.checkpoint.usage.in_place import changed_in_place
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
@@ -29,6 +30,7 @@ class Around:
         caller: what `step` is called of, as written.
         told: what it is told, as written: the number, and what is passed besides.
         lives: name -> line that sets it, of each name that lives from one step to the next and is not passed to `step`.
+        changed: path -> line that changes it, of each value that lives on and is changed in place: `losses`, `self.mean`.
         reads: names that the loops read, those included that functions of the file read which they call.
         drawn: names and attributes that the file takes the next of, or goes over.
         goes_over: line -> names, of each thing that one of the loops goes over.
@@ -39,6 +41,7 @@ class Around:
     caller: str = ""
     told: tuple[str, ...] = ()
     lives: Mapping[str, int] = field(default_factory=dict)
+    changed: Mapping[str, int] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
     drawn: frozenset[str] = frozenset()
     goes_over: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -73,11 +76,17 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
     origin = {*loaded([number] if number is not None else []), *_origin(number, outside, loops)}
     known = _derived(origin, outside) | _clocks(scope)
     passed = loaded([word.value for word in call.keywords]) if call is not None else set()
+    told_paths = (node for node in ast.walk(call) if isinstance(node, ast.Attribute)) if call is not None else ()
+    elsewhere = {*lines, *known, *passed, *map(ast.unparse, told_paths)}
+    changed: dict[str, int] = {}
+    for loop in loops:
+        changed = changed_in_place(tree, loop, elsewhere) | changed
     return Around(
         loops[0].lineno,
         ast.unparse(call.func.value) if call is not None and isinstance(call.func, ast.Attribute) else "",
         tuple(map(ast.unparse, (*call.args, *call.keywords))) if call is not None else (),
         {name: at for name, at in sorted(lines.items(), key=lambda item: item[1]) if name not in known | passed},
+        changed,
         frozenset(read | Functions(tree).reads(read)),
         frozenset(_drawn(tree)),
         {loop.lineno: tuple(sorted(loaded([loop.iter]))) for loop in loops if isinstance(loop, ast.For)},

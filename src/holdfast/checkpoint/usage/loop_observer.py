@@ -1,6 +1,6 @@
 """Looks at the names of the user's loop at some of its first steps, and tells once what changes there and is in no version.
 
-What is told: tensors, numbers and containers of these that live from one step to the next; iterators, and loaders that a loop goes
+What is told: tensors, numbers and containers of these that live from one step to the next, in names, in attributes and in place; iterators, and loaders that a loop goes
 over; generators of random numbers, optimizers, schedulers, scalers and modules that were not given. Each with its place and the lines
 that keep it. Only what has changed between two steps is told, so one that is told is certain to begin anew after a restart; what
 changes seldom, on a device or out of reach of these names need not be found. Nothing is raised, nothing kept alive, nothing written.
@@ -115,8 +115,9 @@ class Observer:
         lines = [f"{finding.name}: {finding.what}" for finding in findings]
         lives = [finding.name for finding in findings if finding.carried]
         if lives:
-            taken = ", ".join(f'{found.caller}.carry("{name}", {name})' for name in lives)
-            passed = ", ".join([*found.told, *(f"{name}={name}" for name in lives)])
+            keys = {name: name.replace(".", "_") for name in lives}
+            taken = ", ".join(f'{found.caller}.carry("{keys[name]}", {name})' for name in lives)
+            passed = ", ".join([*found.told, *(f"{keys[name]}={name}" for name in lives)])
             lines.append(
                 f"what lives on is kept by two lines, behind restore() and in the loop:\n        {', '.join(lives)} = {taken}"
             )

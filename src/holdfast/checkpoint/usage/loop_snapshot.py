@@ -7,6 +7,7 @@ Pure but for what it is asked to look at; what of it is told is the observer's.
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, GeneratorType, ModuleType
@@ -64,6 +65,8 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
             yield Finding(
                 name, f"{kind} that lives from one step to the next, set in line {line}", _token(value), carried=True
             )
+    for path, line in found.changed.items():
+        yield from _of_changed(path, line, names, given)
     for name, value in _things(found, names):
         token, what = _judge(value, given)
         if hasattr(value, "__next__") and not isinstance(value, type | io.IOBase | Stateful) and not given.has(value):
@@ -79,6 +82,28 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
                     f"the loader that line {line} goes over, which begins anew: Checkpointer(..., loader={name})",
                     True,
                 )
+
+
+def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) -> Iterator[Finding]:
+    """Yields a value that is changed in place: one of a name, or of an attribute of an object that was not given."""
+    root, *rest = path.split(".")
+    value, owner = names.get(root), None
+    for word in rest:
+        held = vars(value) if hasattr(value, "__dict__") else {}
+        owner, value = value, held.get(word)
+        if isinstance(owner, Optimizer | LRScheduler) or type(owner).__module__.partition(".")[0] == "holdfast":
+            return  # the one is looked at elsewhere, the other is ours
+        if given.has(owner) and not isinstance(owner, nn.Module):
+            return  # it hands out what it has
+    if given.has(value) or (isinstance(value, torch.Tensor) and given.saves(value)):
+        return
+    if isinstance(value, deque):
+        text = f"a deque that is changed from one step to the next, in line {line}; carry keeps it as a list"
+        yield Finding(path, text, _token(value))
+    elif kind := kind_of(value):
+        yield Finding(
+            path, f"{kind} that is changed from one step to the next, in line {line}", _token(value), carried=True
+        )
 
 
 def early_iterators(frame: FrameType | None, objects: Mapping[str, Any]) -> list[object]:

@@ -140,6 +140,7 @@ class Agent(RendezvousAgent):
         if self._workers is None:
             self._workers = self._pcontext = self._new_workers(worker_group)
             self._workers.start()  # otherwise those that live get a new order, and the dead are replaced
+            self._take_signals()
         self._failures.clear()
         self._order_all()
         return self._workers.pids()

@@ -2,7 +2,7 @@
 
 Two things differ from torch's own. When one worker failed its survivors are ended within seconds: they wait for a dead
 peer, nothing is lost with them. And a signal to the launcher reaches the workers only, not their children (data
-loaders), who are given time to save; a second signal ends them at once. Workers that a signal has stopped are continued
+loaders), who are given time to save; SIGINT or SIGQUIT ends them at once then, another SIGTERM does nothing. Workers that a signal has stopped are continued
 for that. Who of them hangs is not waited for (`_hang`), and `elastic.processes.exit_guard` sees to it that nothing else is.
 """
 
@@ -13,7 +13,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -21,6 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.launcher.api import LaunchConfig
 
+from holdfast.elastic.processes.exit_guard import HURRY
 from holdfast.elastic.watchdog import proc_stats
 from holdfast.elastic.worker.kill_descendants import kill_group
 
@@ -58,6 +61,7 @@ class BaseAgent(LocalElasticAgent):
         self.grace_s = grace_s
         self._stop_grace_s = float(optional.get("shutdown_timeout", STOP_GRACE_S))
         self._is_ending = False
+        self._ends_by = 0  # the signal that told this launcher to end
         self._told: set[int] = set()  # a script may take a second signal for "at once"
 
     # What the guard of the launcher's end asks, in a thread of its own.
@@ -102,6 +106,25 @@ class BaseAgent(LocalElasticAgent):
         codes = [process.poll() for process in self._processes()]
         return 0 if codes and all(code == 0 for code in codes) else 128 + sigval
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started = dict(super()._start_workers(worker_group))
+        self._take_signals()
+        return started
+
+    def _take_signals(self) -> None:
+        """Takes the signals that torch has just taken: its handler would break off the end at every one that is repeated."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signal.Signals:
+            if getattr(signal.getsignal(number), "__module__", "") == SignalException.__module__:
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python gives both
+        if self._ends_by and number not in HURRY:
+            return
+        self._ends_by = number
+        raise SignalException(f"process {os.getpid()} got {signal.strsignal(number)}", signal.Signals(number))
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Facts of the workers. If one failed, its survivors are ended within our bound before torch looks."""
         if any(process.poll() not in (None, 0) for process in self._processes()):
@@ -117,7 +140,7 @@ class BaseAgent(LocalElasticAgent):
         try:
             self._end(death_sig, self.grace_s if told else self._survivor_grace_s(), told=told)
         except SignalException:
-            logger.warning("second signal: the workers are ended at once")
+            logger.warning("another signal: the workers are ended at once")
             self._end(signal.SIGKILL, SURVIVOR_GRACE_S)
         super()._shutdown(death_sig, *args, **kwargs)
 
@@ -130,7 +153,7 @@ class BaseAgent(LocalElasticAgent):
         processes = self._processes()
         if told:
             logger.warning(
-                "the workers have %.0f s to save and end (--shutdown-timeout); a second signal ends them at once",
+                "the workers have %.0f s to save and end (--shutdown-timeout); SIGINT ends them at once",
                 grace_s,
             )
         for process in processes:

@@ -18,7 +18,7 @@ Takes every flag of torchrun with torchrun's meaning, plus the group "holdfast" 
   its own for each simulated node: agents are ranked by address, then by process id, so only a replacement under the
   same address is sure to take the same ranks.
 - **A signal to the launcher reaches the workers only, not their children** (data loaders), who are given time to save;
-  exit code 0 if all of them end well, else 128 + signal. A second signal ends them at once.
+  exit code 0 if all of them end well, else 128 + signal. SIGINT or SIGQUIT after that ends them at once; another SIGTERM changes nothing.
 
 Must never: keep state of the job, or be the reason that a run ends because the keeper could not start.
 """
@@ -241,7 +241,7 @@ def main(
         return 2
     if cache is not None:
         cache.fetch()
-    label_process("hf agent")
+    label_process("hf-agent")
     # Before any thread exists; workers come out here with their exit code.
     forked = forkserver.ForkServer.start(work)
     _raise_descriptor_limit()  # of this process alone: workers have what the user gave them

@@ -9,7 +9,8 @@ such a call returns. The kernel writes the number of each signal into a socket o
     grace                     who lives is killed, unless the main thread has done it
     30 s later                the launcher ends here, and says so
 
-The second signal shortens the grace to 2 s. Workers that have all ended shorten what is left to 30 s.
+A second SIGINT or SIGQUIT shortens the grace to 2 s: somebody is in a hurry. Another SIGTERM says nothing new, for schedulers
+send it again and again (Slurm at the end of a grace time, with half a minute left until SIGKILL). Workers that have all ended shorten what is left to 30 s.
 
 Must never: wait for anything without a limit, ask a store, or take a lock that the main thread may hold.
 """
@@ -32,6 +33,8 @@ LEAVE_S = 30.0
 POLL_S = 0.5
 # Of a message: what a pipe that can be written takes without a wait.
 MAX_TEXT = 2048
+# After the first signal: what a person sends who will not wait. Schedulers, service managers and terminals repeat the others.
+HURRY = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
 class WorkerOwner(Protocol):
@@ -94,11 +97,13 @@ class ExitGuard:
             came = heard
         first = came[0]
         began, told, killed = time.monotonic(), False, False
-        grace_s = self._grace_s if len(came) == 1 else min(self._grace_s, BEGIN_S)  # a second may have come with it
+        grace_s = (
+            min(self._grace_s, BEGIN_S) if HURRY.intersection(came[1:]) else self._grace_s
+        )  # a second may have come with it
         kill_at, leave_at = began + grace_s, began + grace_s + LEAVE_S
         while (heard := self._hear(POLL_S)) is not None:
             now = time.monotonic()
-            if heard:
+            if HURRY.intersection(heard):
                 kill_at, leave_at = min(kill_at, now + BEGIN_S), min(leave_at, now + BEGIN_S + LEAVE_S)
             if not told and now - began > BEGIN_S:
                 told = True

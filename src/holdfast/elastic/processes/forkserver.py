@@ -141,7 +141,7 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            label_process("hf forkserver")
+            label_process("hf-forkserver")
             raise SystemExit(_ForkServerProcess(theirs, work).serve())
         theirs.close()
         return cls(ours, pid)
@@ -291,7 +291,7 @@ def serve(link: int, work: Work) -> int:
         link: descriptor of the line to the launcher.
         work: what workers do.
     """
-    label_process("hf forkserver")
+    label_process("hf-forkserver")
     keeper = _ForkServerProcess(socket.socket(fileno=link), work)
     keeper.greet()
     return keeper.serve()

@@ -296,7 +296,7 @@ class Runner:
     def _started(self, order: RunOrder, *, again: bool = False) -> None:
         wish = open_checkpointers.wish
         wish.older, wish.version, wish.jobs = order.older, order.version, order.jobs
-        label_process(f"hf rank {order.environment.get('RANK', '')}")
+        label_process(f"hf-rank-{order.environment.get('RANK', '')}")
         heartbeat.attach(self._page, dump_thread=self._ear.native_id or 0)
         heartbeat.at_step(-1)  # the script begins at its first line; a restore says where it goes on
         with self._changed:
@@ -448,5 +448,5 @@ def serve(
         script: how a script is run.
         looks: further looks at what a run left, of libraries.
     """
-    label_process("hf spare")
+    label_process("hf-spare")
     return Runner(link, page, script, looks).serve()

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     place = RuntimePaths(Path(options.runtime_dir), job_digest(options.root, options.run_id), options.node)
     os.chdir("/")  # no mount is held busy
     _allow_connections()
-    label_process("hf keeper")
+    label_process("hf-keeper")
     _give_way()
     if options.secret_fd >= 0 or options.key_fd >= 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold what they name

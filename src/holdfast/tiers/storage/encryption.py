@@ -13,6 +13,8 @@ Files of format 2 are read still. There the nonce is the number of the chunk (do
 The root of a manifest is authenticated (HMAC-SHA256 under another key that is derived), and with it all that it lists: a
 version that somebody without the key made is refused.
 
+The package `cryptography` is imported where the first key is used: a job without one does not load it.
+
 Specification: docs/spec/format.md, section 6. The key comes from a file or a command, and never into argv or a log.
 """
 
@@ -25,11 +27,6 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from holdfast.base import private
 from holdfast.base.config import Config
@@ -117,7 +114,9 @@ class OlderFileKey:
     """Opens the chunks of one file of format 2, whose nonces are the chunks' numbers. Any thread."""
 
     def __init__(self, secret: bytes, name: Name) -> None:
-        self._cipher = algorithms.AES(secret)
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES  # noqa: PLC0415
+
+        self._cipher = AES(secret)
         self._name = name
 
     def decrypt(self, index: int, stored: memoryview, lock: bytes, into: memoryview) -> None:
@@ -135,6 +134,9 @@ class OlderFileKey:
         self._open(index, stored, _number(index), lock, into)
 
     def _open(self, index: int, stored: memoryview, nonce: bytes, tag: bytes, into: memoryview) -> None:
+        from cryptography.exceptions import InvalidTag  # noqa: PLC0415
+        from cryptography.hazmat.primitives.ciphers import Cipher, modes  # noqa: PLC0415
+
         made = Cipher(self._cipher, modes.GCM(nonce, tag)).decryptor()
         made.authenticate_additional_data(self._name.text(index))
         made.update_into(stored, into)
@@ -157,6 +159,8 @@ class FileKey(OlderFileKey):
 
         The chunk is the caller's own copy: where it changed after the nonce was made, the nonce would be that of another.
         """
+        from cryptography.hazmat.primitives.ciphers import Cipher, modes  # noqa: PLC0415
+
         made = self._mac.copy()
         made.update(_number(index))
         made.update(chunk)
@@ -232,6 +236,9 @@ def _source(setting: str) -> str:
 
 
 def _derive(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
+    from cryptography.hazmat.primitives import hashes  # noqa: PLC0415
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF  # noqa: PLC0415
+
     return HKDF(algorithm=hashes.SHA256(), length=length, salt=salt, info=info).derive(secret)
 
 

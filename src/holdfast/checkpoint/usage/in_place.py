@@ -1,0 +1,177 @@
+"""Tells, of a piece of Python text, which values a loop changes without setting a name: items, tensors written in place, attributes.
+
+Pure: syntax trees in, paths (`losses`, `self.mean`, `state.batch`) with lines out. Attributes are read as names with dots, so the order of
+reading and setting is judged as that of names is (`name_flow`): what every step sets before it reads it does not live on. Functions
+of the file that the loop calls are looked into, with their parameters taken for what is passed. What is made of a clock, or of what
+`restore()` returned, counts as nothing. Rather one path too few is told; whether a value really changes is seen at run time.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+
+from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, stored
+
+# Methods that change what they are called of; those of tensors end with an underscore.
+CHANGES = {
+    "append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear", "update", "setdefault", "sort", "reverse",
+}  # fmt: skip
+# How deep calls are followed.
+MAX_DEPTH = 3
+_NO_FUNCTIONS = Functions(ast.Module([], []))
+
+
+def changed_in_place(tree: ast.Module, loop: ast.For | ast.AsyncFor | ast.While, without: set[str]) -> dict[str, int]:
+    """Returns path -> line of what lives from one step to the next and is changed in place.
+
+    Args:
+        tree: the file.
+        loop: one of its loops.
+        without: paths that are told elsewhere, or passed to `step`.
+    """
+    whole = _Dotted().visit(copy.deepcopy(tree))
+    inside = _Dotted().visit(copy.deepcopy(loop))
+    functions = {node.name: node for node in ast.walk(whole) if isinstance(node, Function)}
+    targets = stored([inside.target]) if not isinstance(inside, ast.While) else set()
+    reader = Reader(set(targets), _NO_FUNCTIONS, runs=True)
+    done = reader.run(inside.body)
+    found = {path: line for path, line in _changes(inside.body) if path in reader.early - targets}
+    for path, line in _of_calls(inside.body, functions, MAX_DEPTH):
+        if path not in done:
+            found.setdefault(path, line)
+    known = _known(whole)
+    return {path: at for path, at in found.items() if path not in without and path.rpartition(".")[2] not in known}
+
+
+class _Dotted(ast.NodeTransformer):
+    """Makes a name with dots of each attribute of a name; the method of a call stays one."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Leave the last word of what is called."""
+        if isinstance(node.func, ast.Attribute):
+            node.func.value = self.visit(node.func.value)
+        else:
+            node.func = self.visit(node.func)
+        node.args = [self.visit(part) for part in node.args]
+        node.keywords = [self.visit(part) for part in node.keywords]
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Join the words; `x.data` is x."""
+        node.value = self.visit(node.value)
+        if not isinstance(node.value, ast.Name):
+            return node
+        if node.attr == "data":
+            return node.value
+        return ast.copy_location(ast.Name(f"{node.value.id}.{node.attr}", node.ctx), node)
+
+
+def _changes(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, int]]:
+    """Yields path and line of what is changed: attributes that are set, items, and what methods change."""
+    for top in nodes:
+        for node in ast.walk(top):
+            path = ""
+            if isinstance(node, ast.Name) and "." in node.id and not isinstance(node.ctx, ast.Load):
+                path = node.id
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and "." in node.target.id:
+                path = node.target.id
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                path = _root(node.value)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _writes(node.func.attr):
+                path = _root(node.func.value)
+            if path:
+                yield path, getattr(node, "lineno", 0)
+
+
+def _writes(method: str) -> bool:
+    return method in CHANGES or (method.endswith("_") and not method.startswith("_") and not method.endswith("__"))
+
+
+def _root(node: ast.AST) -> str:
+    """Returns the path whose value an expression is a part of; empty if it is a part of none."""
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _of_calls(nodes: Sequence[ast.AST], functions: Mapping[str, ast.AST], depth: int) -> Iterator[tuple[str, int]]:
+    """Yields path and line of what lives on in functions that are called here, as their caller names it."""
+    for top in nodes if depth else ():
+        for node in ast.walk(top):
+            if not isinstance(node, ast.Call):
+                continue
+            function, given = _called(node, functions)
+            if function is None:
+                continue
+            for path, line in _inside(function, functions, depth):
+                root, dot, rest = path.partition(".")
+                if root in given:
+                    if given[root]:
+                        yield given[root] + dot + rest, line
+                else:
+                    yield path, line
+
+
+def _called(call: ast.Call, functions: Mapping[str, ast.AST]) -> tuple[Function | None, dict[str, str]]:
+    """Returns the function of a call, and what its parameters are called here; empty for what has no name here."""
+    function = functions.get(call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", ""))
+    if not isinstance(function, Function):
+        return None, {}
+    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    given = dict.fromkeys([*names, *(argument.arg for argument in function.args.kwonlyargs)], "")
+    passed: list[ast.AST] = list(call.args)
+    if isinstance(call.func, ast.Attribute):
+        if names[:1] != ["self"]:
+            return None, {}
+        passed.insert(0, call.func.value)
+    for name, value in [*zip(names, passed, strict=False), *((word.arg or "", word.value) for word in call.keywords)]:
+        given[name] = value.id if isinstance(value, ast.Name) else ""
+    return function, given
+
+
+def _inside(function: Function, functions: Mapping[str, ast.AST], depth: int) -> Iterator[tuple[str, int]]:
+    """Yields path and line of what a function leaves to its next call: of its parameters, and of names that are not its own."""
+    arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+    outside = {name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names}
+    own = {name for name in stored(function.body) if "." not in name} - outside
+    reader = Reader(set(), _NO_FUNCTIONS, runs=True)
+    done = reader.run(function.body)
+    changes = [
+        *((path, line) for path, line in _changes(function.body) if path in reader.early),
+        *((name, function.lineno) for name in outside & reader.early & stored(function.body)),
+        *((path, line) for path, line in _of_calls(function.body, functions, depth - 1) if path not in done),
+    ]
+    for path, line in changes:
+        if path.partition(".")[0] not in own - arguments and path not in own:
+            yield path, line
+
+
+def _pairs(node: ast.Assign) -> list[tuple[ast.AST, ast.AST]]:
+    """Returns what is set to what: `a, b = c, d` one by one."""
+    (target, *others), value = node.targets, node.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(each, value) for each in (target, *others)]
+
+
+def _known(tree: ast.AST) -> set[str]:
+    """Returns the last words of what the file makes of a clock, of what `restore()` returned or of what `carry` did."""
+    values = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            values += [(stored([target]), value) for target, value in _pairs(node)]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
+            values.append((stored([node.target]), node.value))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _writes(node.func.attr):
+            values += [({_root(node.func.value)}, value) for value in node.args]
+    found = CLOCKS | {"restore", "last_restore", "carry"}
+    before = -1
+    while len(found) != before:
+        before = len(found)
+        for names, value in values:
+            words = {n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in ast.walk(value)}
+            if {word.rpartition(".")[2] for word in words} & found:
+                found |= {name.rpartition(".")[2] for name in names}
+    return found
