@@ -10,8 +10,9 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= 2
 
 # Frameworks that holdfast is used through; each is tested in an environment of its own, with the versions of constraints-doors.txt.
-DOORS := huggingface lightning deepspeed megatron torchtitan ray mindspore
+DOORS := huggingface trl lightning deepspeed megatron torchtitan ray mindspore
 TESTS_huggingface := tests/adapters/test_huggingface.py tests/adapters/test_huggingface_moments.py tests/adapters/test_accelerate_moments.py
+TESTS_trl := tests/adapters/test_trl_moments.py
 TESTS_lightning := tests/adapters/test_lightning.py tests/adapters/test_lightning_moments.py
 TESTS_mindspore := tests/adapters/test_aiturbo.py
 EXAMPLES_huggingface := huggingface_trainer
@@ -19,18 +20,23 @@ EXAMPLES_lightning := lightning_fit or stateful_loader
 EXAMPLES_deepspeed := deepspeed_zero
 EXAMPLES_ray := ray_train
 
+# Which rows of the matrix (all; `make matrix ROWS=--list` names them), and which tests instead of those of the row.
+ROWS ?=
+MATRIX_TESTS ?=
+
 # How long `make redteam` attacks, from which seed (drawn and told by default), and the number of one case of it.
 SECONDS ?= 60
 SEED ?=
 CASE ?=
 
-.PHONY: help venv demo test lint docs serve format bench gpu fuzz redteam planted clean doors $(DOORS:%=door-%)
+.PHONY: help venv demo test coverage lint docs serve format bench gpu fuzz redteam planted clean matrix doors $(DOORS:%=door-%)
 .PRECIOUS: .venv-%/.installed
 
 help:
 	@echo "make venv    create .venv and install holdfast with its tools (quick the second time)"
 	@echo "make demo    train on two simulated nodes, kill ranks and a node, come back bit for bit"
 	@echo "make test    ruff, mypy and the test suite"
+	@echo "make coverage  the test suite with lines and branches counted, and the page of the site about them; takes twice as long"
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  ruff mends what it can, and lays the code out"
 	@echo "make bench   the benchmarks in their short form"
@@ -44,6 +50,8 @@ help:
 	@echo "make serve   the same in a browser, anew at every change"
 	@echo "make doors   the tests of every framework, each in a .venv-NAME; one of them: make door-NAME"
 	@echo "             ($(DOORS))"
+	@echo "make matrix  the suite on other releases of torch, Python and frameworks: one environment at a time, made and removed;"
+	@echo "             results, tables and ranges are kept; ROWS='torch-2.14 trl-newest', MATRIX_TESTS='tests/checkpoint'"
 	@echo "make clean   remove build outputs and caches; .venv stays"
 	@echo "make help    this list"
 
@@ -64,6 +72,14 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Counted also in processes that tests start, fork or leave by `os._exit` (pyproject.toml). Failing tests fail it at its end.
+coverage: $(STAMP)
+	rm -rf build/coverage
+	@failed=0; $(BIN)/python -m coverage run -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder --timeout 600 \
+	    $(PYTEST_ARGS) || failed=$$?; \
+	  $(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage json -q -o build/coverage/report.json && \
+	  $(BIN)/python -m website.covered build/coverage/report.json website/covered.json && exit $$failed
 
 DOCS_STAMP := $(VENV)/.docs-installed
 $(DOCS_STAMP): $(STAMP)
@@ -119,6 +135,9 @@ $(DOORS:%=door-%): door-%: .venv-%/.installed
 	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt --constraint constraints-doors.txt \
 	  --editable ".[dev,$*]" torchdata
 	touch $@
+
+matrix: $(STAMP)
+	$(BIN)/python -m benchmarks.matrix $(ROWS) $(if $(MATRIX_TESTS),--tests "$(MATRIX_TESTS)") $(if $(PYTEST_ARGS),--options="$(PYTEST_ARGS)")
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache

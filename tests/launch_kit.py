@@ -14,27 +14,35 @@ from pathlib import Path
 import psutil
 from torch.distributed import TCPStore
 
+import forked
+
 WORKER = str(Path(__file__).parent / "elastic" / "elastic_worker.py")
 RECOVERY_S = 60.0
 GUARD_S = 3
 # Of each launcher: a broken connection of torch alone tells three thousand, and tests look for what came before it.
 MAX_LOG_CHARS = 30_000
 
+Launcher = subprocess.Popen[str] | forked.Popen
+
 
 @dataclass
 class Job:
-    """Launchers and workers of one test; everything dies with it."""
+    """Launchers and workers of one test; everything dies with it.
+
+    A launcher is forked from a warm process, with PyTorch in it, unless the test asks for a fresh one: a real start.
+    """
 
     directory: Path
     script: str = WORKER
     program: tuple[str, ...] = ("-m", "holdfast.elastic.launch.run_command")
-    launchers: list[subprocess.Popen[str]] = field(default_factory=list)
+    launchers: list[Launcher] = field(default_factory=list)
 
-    def launch(self, *flags: str, worker: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def launch(self, *flags: str, worker: tuple[str, ...] = (), fresh: bool = False) -> Launcher:
         command = [sys.executable, *self.program, *flags, self.script, str(self.directory), *worker]
         log = (self.directory / f"launcher{len(self.launchers)}.log").open("w")
         with log:
-            launcher = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+            start = subprocess.Popen if fresh else forked.Popen
+            launcher = start(command, stdout=log, stderr=log, text=True)
         self.launchers.append(launcher)
         return launcher
 
@@ -87,7 +95,7 @@ def wait_for(condition: Callable[[], object], what: str, logs: Callable[[], str]
     raise AssertionError(f"waited {RECOVERY_S} s for {what}\n{logs()}")
 
 
-def kill_tree(launcher: subprocess.Popen[str]) -> None:
+def kill_tree(launcher: Launcher) -> None:
     """SIGKILL to a launcher and all its workers: what the loss of a node looks like."""
     try:
         victims = [launcher, *psutil.Process(launcher.pid).children(recursive=True)]
@@ -123,7 +131,7 @@ class Nodes:
         self.job, self.endpoint, self.size, self.hosted, self.restarts = job, endpoint, size, hosted, restarts
         self.worker = worker
 
-    def start(self, node: int, *flags: str) -> subprocess.Popen[str]:
+    def start(self, node: int, *flags: str) -> Launcher:
         conf = f"is_host={int(self.hosted and node == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"
         return self.job.launch(
             f"--nnodes={self.size}",
@@ -145,5 +153,5 @@ def free_port() -> int:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
 
 
-def family(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+def family(launcher: Launcher) -> list[psutil.Process]:
     return [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -51,6 +52,29 @@ def test_every_setting_and_error_is_on_its_page(monkeypatch: pytest.MonkeyPatch)
     assert "| [HF400](../troubleshooting.md#hf400-memoryrefused) | `MemoryRefused` |" in errors
     assert "## holdfast verify" in texts
     assert "## holdfast status" in texts
+
+
+def test_coverage_is_summed_up_by_folder_and_what_is_least_covered_is_listed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    covered = importlib.import_module("website.covered")
+
+    def file(*counts: int) -> dict[str, dict[str, int]]:
+        return {"summary": dict(zip(covered.COUNTS, counts, strict=True))}
+
+    report, to = tmp_path / "report.json", tmp_path / "covered.json"
+    files = {"src/holdfast/core/a/x.py": file(30, 30, 10, 10), "/far/src/holdfast/core/a/y.py": file(70, 20, 10, 0)}
+    report.write_text(json.dumps({"files": files | {"src/holdfast/core/a/__init__.py": file(0, 0, 0, 0)}}))
+    covered.main(str(report), str(to))
+    counted = json.loads(to.read_text())
+    assert counted == {"core/a/x.py": [30, 30, 10, 10], "core/a/y.py": [70, 20, 10, 0]}
+    page = covered.covered(counted)
+    assert "| `core/a` | 100 | 50% | 20 | 50% |" in page
+    assert "| `all` | 100 | 50% | 20 | 50% |" in page
+    assert "| `core/a/y.py` | 70 | 29% | 10 | 0% |" in page
+    assert "x.py" not in page, "all of it ran"
+    assert "Not measured yet" in covered.covered({})
 
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:

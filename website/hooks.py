@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from website import figures, pages, reference
+from website import covered, figures, pages, reference
 
 ROOT = Path(__file__).resolve().parents[1]
+COVERED = ROOT / "website" / "covered.json"
 # Names in tables are not broken in their middle.
 STYLE = ".md-typeset td:first-child code, .md-typeset td:nth-child(3) code { white-space: nowrap; }\n"
 
@@ -22,6 +24,7 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/errors.md": reference.error_codes(),
         "reference/help.md": reference.help_texts(),
         "reference/figures.md": figures.figures(ROOT / "benchmarks" / "results"),
+        "reference/coverage.md": covered.covered(json.loads(COVERED.read_text()) if COVERED.exists() else {}),
     }
     outside = {place: (ROOT / path).read_text() for path, place in pages.OUTSIDE.items()}
     for place, text in (outside | made).items():

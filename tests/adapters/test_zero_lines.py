@@ -445,24 +445,30 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 print("door", json.dumps({"rank": 0, "start": 0}), flush=True)
-for epoch in range(epochs):
+epoch = 0
+while epoch < epochs:
     for batch in range(3):
         loss = model(torch.randn(8, 4)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         print("door", json.dumps({"rank": 0, "step": 3 * epoch + batch, "digest": loss.item().hex()}), flush=True)
+    epoch += 1
 """
-UNSURE_AT_THE_LOOP = NESTED.replace("for epoch in range(epochs):\n", "batches = iter(range(999))\nif True:\n").replace(
-    "    for batch in range(3):\n",
-    "    for step in range(3 * epochs):\n        next(batches); epoch, batch = divmod(step, 3)\n",
+UNSURE_AT_THE_LOOP = (
+    NESTED.replace("    epoch += 1\n", "")
+    .replace("while epoch < epochs:\n", "batches = iter(range(999))\nif True:\n")
+    .replace(
+        "    for batch in range(3):\n",
+        "    for step in range(3 * epochs):\n        next(batches); epoch, batch = divmod(step, 3)\n",
+    )
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [(NESTED, "loops lie inside each other"), (UNSURE_AT_THE_LOOP, "nobody can be sure what 'batches'")],
+    [(NESTED, "does not go over something"), (UNSURE_AT_THE_LOOP, "nobody can be sure what 'batches'")],
     ids=["seen in the text", "seen when the loop begins"],
 )
 def test_a_script_that_is_not_kept_runs_as_ever_and_is_told_what_that_means(

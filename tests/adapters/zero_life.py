@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.adapters.zero import loop
+from holdfast.adapters.zero import loop, nested_loop
 from holdfast.adapters.zero.launcher import ScriptLauncher
 from holdfast.checkpoint.state.training_state import State
 from holdfast.elastic.worker.agent_channel import RunOrder
@@ -53,11 +53,12 @@ class Pocket:
 
 torch.set_num_threads(1)
 torch.set_num_threads(int(os.environ.get("THREADS", "1")))  # with more than one nothing is rehearsed
-root, script = sys.argv[1:]
+root, script = sys.argv[1:3]
 order = RunOrder(1, arguments=(script,), environment=dict(os.environ))
 sys.path.insert(0, os.path.dirname(script))
+sys.argv = [script, *sys.argv[3:]]
 if "POCKET" in os.environ:
-    loop.Checkpointer = Pocket
+    loop.Checkpointer = nested_loop.Checkpointer = Pocket
 if root == "-":
     run_script(order)
 else:

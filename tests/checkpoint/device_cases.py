@@ -26,7 +26,7 @@ import torch
 import holdfast
 from holdfast.base.errors import DeviceError, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.checkpoint.capture import bounce_buffers, mutation_check, side_stream_copy
+from holdfast.checkpoint.capture import bounce_buffers, late_copy_check, mutation_check, side_stream_copy
 from holdfast.checkpoint.capture.copy_plan import batches
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
@@ -168,6 +168,59 @@ def what_was_queued_before_an_error_is_waited_for() -> None:
         assert bool((memory[:MIB] == 3).all()), "another tensor's memory was copied"
         assert streams.unpin(20.0)
         del other
+
+
+@case
+def a_copy_that_is_interrupted_at_any_line_is_waited_for() -> None:
+    """The launcher interrupts a run in the middle of whatever it does."""
+    streams, source, left = SideStreams(), torch.full((MIB // 4,), 3.0, device=place()), 0
+
+    class Interruption(BaseException):
+        pass
+
+    def lines(frame: Any, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != side_stream_copy.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise Interruption
+        return lines
+
+    def is_interrupted(line: int) -> bool:
+        nonlocal left
+        left = line
+        sys.settrace(lines)
+        try:
+            streams.queue([memory], [source])
+        except Interruption:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    with slot_of(MIB) as (slot, memory):
+        streams.pin(slot, source.device)
+        line = 1
+        simulated.hang()
+        while is_interrupted(line):
+            memory.zero_()
+            quiet = streams.drain(0.0)
+            simulated.free()
+            assert streams.drain(20.0), f"an interruption at line {line} holds a slot for ever"
+            torch.accelerator.synchronize()
+            assert not quiet or not memory.any(), f"the slot is given away at line {line}, and written to later"
+            simulated.hang()
+            line += 1
+        simulated.free()
+        assert line > 20
+        assert streams.unpin(20.0)
+
+
+@bug
+def a_copy_is_known_once_it_is_queued() -> None:
+    side_stream_copy._Writing.passed = lambda self: self.ended is None or accelerator.passed(self.ended)  # type: ignore[method-assign]
 
 
 @bug
@@ -559,6 +612,45 @@ def what_is_settled_may_be_written_on_any_stream() -> None:
         stream.synchronize()
 
     a_version_is_that_of_its_step(swap)
+
+
+@case
+def weights_that_are_written_beside_a_copy_give_the_version_up() -> None:
+    """By another thread, on a stream that waits for nothing; trained on afterwards, as behind an evaluation."""
+    with directory() as root:
+        job = TwoNets(root)
+        job.checkpointer.restore()
+        for number in range(6):
+            job.step(number)
+        expected = job.weights()
+        job.step(6, save=False)
+        simulated.set_copy_rate(2 * MIB)
+        handle = job.checkpointer.step(6)
+
+        def clamp() -> None:
+            with torch.Stream(device=place()), torch.no_grad():
+                for parameter in job.nets[0].parameters():
+                    parameter.clamp_(-1e-3, 1e-3)
+
+        writer = threading.Thread(target=clamp)
+        writer.start()
+        writer.join()
+        job.step(7, save=False)
+        simulated.set_copy_rate(0)
+        torch.accelerator.synchronize()
+        job.checkpointer._run.saver.fence.idle(20.0)  # type: ignore[union-attr]
+        assert handle is not None
+        assert handle.given_up == "written while it was copied: net0.bias, net0.weight"
+        job.checkpointer.abandon()
+        again = TwoNets(root)
+        assert again.checkpointer.restore() == 6
+        assert all(map(torch.equal, again.weights(), expected))
+        again.checkpointer.close()
+
+
+@bug
+def nobody_counts_writes() -> None:
+    late_copy_check.WriteCounts.written = lambda _: ""  # type: ignore[method-assign]
 
 
 @bug

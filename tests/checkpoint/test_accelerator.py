@@ -62,6 +62,7 @@ def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     """The process uses such devices, as far as it is asked by torch's generic names."""
     made, interface = Module(), Device(request.param)
     monkeypatch.setattr(Device, "_module", lambda _: made)
+    monkeypatch.setattr(accelerator, "_accelerator", str)  # a torch that is built for CUDA names it without a card too
     monkeypatch.setattr(accelerator, "in_use", lambda: interface)
     monkeypatch.setattr(accelerator, "device_of", lambda _: interface)
     return made
@@ -189,6 +190,7 @@ def test_memory_is_registered_with_the_driver_and_not_with_the_runtime(monkeypat
             return call
 
     monkeypatch.setattr(accelerator.ctypes, "CDLL", Library)
+    monkeypatch.setattr(accelerator, "_accelerator", str)  # a torch that is built for CUDA names it without a card too
     monkeypatch.setattr(Device, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
     device, interface = torch.device("cuda", 0), accelerator.device_of("cuda")
     assert interface.register(device, 4096, 10) is False

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.checkpoint.state.change_detection import Tensors
+from holdfast.checkpoint.state.change_detection import Containers, Tensors
 from holdfast.checkpoint.state.training_state import State
 
 NUM_TENSORS = 2_000
@@ -25,9 +25,16 @@ def of_the_same_memory(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+class Other(torch.Tensor):
+    """A class of which torch compares no storage for us."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, Other])
 @pytest.mark.parametrize("what", list(of_the_same_memory(torch.ones(4, 4))))
-def test_a_tensor_that_is_something_else_at_the_same_address_has_changed(what: str) -> None:
-    tensors = [torch.ones(4, 4) for _ in range(3)]
+def test_a_tensor_that_is_something_else_at_the_same_address_has_changed(what: str, kind: type[torch.Tensor]) -> None:
+    tensors = [torch.ones(4, 4).as_subclass(kind) for _ in range(3)]
+    if kind is nn.Parameter:
+        tensors = [nn.Parameter(torch.ones(4, 4), requires_grad=False) for _ in range(3)]
     watch = Tensors(tensors)
     assert watch.unchanged()
     before = tensors[1].data
@@ -44,6 +51,35 @@ def test_a_tensor_elsewhere_has_changed() -> None:
     tensors = [torch.ones(4, 4) for _ in range(3)]
     watch = Tensors(tensors)
     tensors[2].data = torch.ones(4, 4)
+    assert not watch.unchanged()
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Other])
+def test_what_is_turned_or_freed_in_place_has_changed(kind: type[torch.Tensor]) -> None:
+    """Neither is followed by the alias that a tensor is compared with."""
+    tensors = [torch.ones(4, 4).as_subclass(kind) for _ in range(3)]
+    watch = Tensors(tensors)
+    tensors[0].t_()
+    assert not watch.unchanged()
+    tensors[0].t_()
+    assert watch.unchanged()
+    tensors[2].untyped_storage().resize_(0)
+    assert not watch.unchanged()
+
+
+def test_numbers_in_containers_may_change_and_objects_may_not() -> None:
+    first, second = torch.ones(2), torch.ones(2)
+    row = {"weight": first, "lr": 0.1, "name": "a", "none": None}
+    watch = Containers([row, {"count": 1}])
+    row["lr"] = 0.2
+    assert watch.unchanged()
+    row["weight"] = second
+    assert not watch.unchanged()
+    row["weight"], row["none"] = first, second
+    assert not watch.unchanged(), "nothing became a tensor"
+    row["none"] = None
+    assert watch.unchanged()
+    row["new"] = 1
     assert not watch.unchanged()
 
 

@@ -513,12 +513,26 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_0(make: Make, tmp_path: 
     checkpointer.restore()
     trainee.train()
     assert checkpointer.step(0) is None
-    os.kill(os.getpid(), signal.SIGTERM)
-    trainee.train()
-    with pytest.raises(SystemExit) as left:
-        checkpointer.step(1)
-    assert left.value.code == 0
-    assert (tmp_path / "job" / "i000001-s0000000001" / "manifest.json").exists()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        trainee.train()
+        with pytest.raises(SystemExit) as left:
+            checkpointer.step(1)
+        assert left.value.code == 0
+        assert (tmp_path / "job" / "i000001-s0000000001" / "manifest.json").exists()
+        assert before == signal.SIG_DFL
+        # From a scheduler and a launcher it comes twice: the second kills nobody on the way out.
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_without_a_sigterm_it_is_as_before(make: Make) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    checkpointer = make(Trainee())
+    checkpointer.restore()
+    assert signal.getsignal(signal.SIGTERM) != before
+    checkpointer.abandon()
     assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -356,6 +356,7 @@ def test_saves_deal_batches_once_and_copy_what_objects_made_anew(most: int) -> N
             assert (now.batches(most) is dealt) is whole
             dealt = now.batches(most)
             assert sum(batch.num_bytes for batch in dealt) == now.num_bytes
+            assert all(batch.num_bytes <= most for batch in dealt)
             assert sum(batch.num_bytes for batch in dealt) == sum(target.nbytes for target in now.targets)
             for target in now.targets:
                 target.fill_(77)

@@ -22,6 +22,7 @@ TOGETHER = (
     "work_before_the_call_is_in_the_copy",
     "what_is_freed_while_it_is_copied_is_copied",
     "what_was_queued_before_an_error_is_waited_for",
+    "a_copy_that_is_interrupted_at_any_line_is_waited_for",
     "the_call_does_not_wait_for_a_copy",
     "a_slot_that_is_registered_already_fails_softly",
     "what_no_driver_registers_goes_through_buffers",
@@ -47,6 +48,7 @@ ALONE = {
     "state_on_the_host_of_parameters_on_a_device_comes_back_there": False,
     "an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy": False,
     "what_is_settled_may_be_written_on_any_stream": False,
+    "weights_that_are_written_beside_a_copy_give_the_version_up": False,
     "a_device_far_behind_its_host_gives_no_version_up": True,
     "a_save_is_not_given_up_for_want_of_a_slot_before_its_device_came_to_it": False,
     "a_host_ahead_of_its_device_is_not_held_up": False,
@@ -96,6 +98,8 @@ BUGS = {
     "nobody_waits_for_what_is_sent_in_place": ("a_slot_that_the_driver_knows_needs_no_buffer", "read before it was"),
     "a_restore_does_not_wait_for_the_stream": ("a_restore_waits_for_what_is_queued_for_its_tensors", "came after"),
     "only_the_first_step_comes_behind_a_copy": ("an_optimizer_on_a_stream_of_its_own_comes_behind_the_copy", "torn"),
+    "a_copy_is_known_once_it_is_queued": ("a_copy_that_is_interrupted_at_any_line_is_waited_for", "is given away at"),
+    "nobody_counts_writes": ("weights_that_are_written_beside_a_copy_give_the_version_up", "AssertionError"),
     "a_settled_copy_is_awaited_by_streams_alone": ("what_is_settled_may_be_written_on_any_stream", "torn"),
     "nobody_waits_for_pinned_memory": (
         "host_memory_that_a_device_still_writes_is_saved_as_it_will_be", "of another step"

@@ -231,6 +231,7 @@ def test_what_memory_holds_is_restored_although_its_manifest_cannot_be_read(
 @pytest.mark.parametrize("kind", [Trainee, Bare])
 @pytest.mark.parametrize("name", ["manifest.json", ".safetensors"])
 @pytest.mark.parametrize("fault", ["error", "flip"])
+@pytest.mark.parametrize("budget", ["100KB", ""])
 def test_one_bad_read_takes_no_older_version(
     make: Make,
     tmp_path: Path,
@@ -238,9 +239,12 @@ def test_one_bad_read_takes_no_older_version(
     name: str,
     fault: str,
     kind: type[Trainee],
+    budget: str,
 ) -> None:
-    """An error, or bytes that are wrong once; in a job that reads storage in its own process."""
-    kept = trained(make, kind=kind, memory_budget="100KB").model.state_dict()
+    """An error, or bytes that are wrong once; with no level in memory, and with one that is empty, so that this process reads."""
+    if budget == "" and kind is Trainee:
+        pytest.skip("its new objects have another layout, of which the keeper reads the chunks")
+    kept = trained(make, kind=kind, memory_budget=budget).model.state_dict()
     left = [1]
 
     def spoiled(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,7 +265,7 @@ def test_one_bad_read_takes_no_older_version(
     monkeypatch.setattr(LocalBackend, "read", spoiled(LocalBackend.read))
     monkeypatch.setattr(LocalBackend, "read_into", spoiled(LocalBackend.read_into))
     other = kind()
-    following = make(other, memory_budget="100KB")
+    following = make(other, memory_budget=budget)
     assert following.restore() == NUM_STEPS
     assert left == [0], "the fault was met"
     assert all(torch.equal(tensor, kept[name]) for name, tensor in other.model.state_dict().items())

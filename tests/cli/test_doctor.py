@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from cli.conftest import Run
-from holdfast.cli import doctor
+from holdfast.cli import doctor, tested_versions
 
 
 def states(answer: str) -> dict[str, str]:
@@ -142,3 +144,51 @@ def test_the_network_is_tried_and_a_missing_secret_is_a_problem(
     assert "mutual TLS" in answer
     secret.chmod(0o644)
     assert states(holdfast("doctor", "--json").stdout)["network"] == "problem"
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.10.0", ""),
+        ("2.12.1+cu130", ""),
+        ("2.14.9", ""),
+        ("2.9.1", "older than what was tested, 2.10 to 2.14"),
+        ("2.15.0a0+git1", "newer than what was tested, 2.10 to 2.14"),
+        ("3.0", "newer than what was tested, 2.10 to 2.14"),
+    ],
+)
+def test_the_first_two_numbers_of_a_release_are_compared(version: str, said: str) -> None:
+    assert tested_versions.outside(version, "2.10.0", "2.14.1") == said
+    assert tested_versions.outside("0.17.1", "0.16.0", "0.16.1") == "newer than what was tested, 0.16"
+
+
+def test_a_release_that_was_not_tested_is_noted_without_importing_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranges = {
+        "python": ["3.0", "9.0"],
+        "torch": ["2.10.0", "2.14.1"],
+        "transformers": ["5.0", "5.24"],
+        "ray": ["1.0", "1.0"],
+    }
+    (tmp_path / "tested.json").write_text(json.dumps(ranges))
+    monkeypatch.setattr(tested_versions, "_FILE", tmp_path / "tested.json")
+    asked = importlib.metadata.version
+    versions = {"torch": "9.1.0", "transformers": "1.2"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or asked(name))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    found = {check.name: check for check in doctor.untested_versions()}
+    assert {"torch release", "transformers release"} == found.keys() - {"ray release"}
+    assert {check.state for check in found.values()} == {doctor.NOTE}
+    assert found["torch release"].detail.startswith("9.1.0: newer than what was tested, ")
+    assert found["transformers release"].detail.startswith("1.2: older than what was tested, ")
+
+
+def test_of_tested_releases_nothing_is_said() -> None:
+    newest = {name: newest for name, (_, newest) in json.loads(tested_versions._FILE.read_text()).items()}
+    here = {each.name: each for each in tested_versions.installed()}
+    assert {"python", "torch"} <= here.keys() & newest.keys()
+    for name, each in here.items():
+        if each.version == newest[name]:
+            assert not each.untested

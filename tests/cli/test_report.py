@@ -55,6 +55,20 @@ def test_a_launcher_writes_down_where_its_job_saves(tmp_path: Path) -> None:
     ]
 
 
+def test_incidents_of_an_earlier_launcher_are_told(holdfast: Run, tmp_path: Path) -> None:
+    """A launcher that was killed and started again writes into the journal of before."""
+    later = [{"event": "run", "t": 200.0}, {"event": "progress", "t": 210.0, "step": 20, "spent": {"STEP": 9.0}}]
+    lines = [*({**line, "by": 1} for line in LINES), *({**line, "by": 2} for line in later)]
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    document = json.loads(holdfast("report", str(journal), "--json").stdout)
+    assert document["incidents"] == []
+    assert [[row["first_error"] for row in run["incidents"]] for run in document["earlier"]] == [["boom"]]
+    assert "an earlier run in this journal: 12.0 s, 9 steps, 1 incidents; goes on, or was ended" in (
+        holdfast("report", str(journal)).stdout
+    )
+
+
 def test_report_of_a_run_id_a_directory_and_the_newest(holdfast: Run, runtime_dir: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run-a-n0"
     directory.mkdir()

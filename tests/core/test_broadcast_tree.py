@@ -93,3 +93,28 @@ def test_what_some_memory_holds_is_not_read_from_storage() -> None:
     (fetch,) = fetches(choice, 0, facts)
     assert (fetch.source, fetch.node, fetch.via) == (Source.PEER, 1, None)
     assert "memory of b" in way(fetch, topology.nodes)
+
+
+@given(data=st.data())
+def test_only_what_no_other_rank_wants_is_read_straight(data: st.DataObject) -> None:
+    """Else storage would be read twice, or nothing would be handed on; and nothing that any memory holds is."""
+    num_ranks = data.draw(st.integers(1, 6))
+    node_of = tuple(sorted(data.draw(st.integers(0, 2)) for _ in range(num_ranks)))
+    node_of = tuple(sorted(set(node_of)).index(node) for node in node_of)
+    groups = data.draw(st.lists(st.sets(st.integers(0, num_ranks - 1), min_size=1), min_size=1, max_size=6))
+    bundles = [ref(f"b{i}", tuple(sorted(group))) for i, group in enumerate(groups)]
+    version = Version(1, 2)
+    seals = {one.bundle_id: Seal(one.bundle_id, 100, "d") for one in bundles}
+    held = data.draw(st.sets(st.sampled_from(range(len(bundles)))))
+    memory = [MemoryCopy(version, node_of[groups[i].copy().pop()], None, seals[f"b{i}"]) for i in held]
+    files = {one.bundle_id: f"{one.bundle_id}-d.safetensors" for one in bundles}
+    stored = {version: Stored(version, num_ranks, tuple(bundles), seals, files)}
+    topology = Topology(tuple(f"n{i}" for i in range(1 + max(node_of))), node_of)
+    facts = Facts(memory, {}, stored, Lineage(), topology)
+    choice = choose_version(facts).value
+    assert isinstance(choice, Choice)
+    for rank in range(num_ranks):
+        for fetch in fetches(choice, rank, facts):
+            index = int(fetch.ref.bundle_id[1:])
+            assert fetch.is_straight == (groups[index] == {rank} and index not in held)
+            assert (fetch.file == files[fetch.ref.bundle_id]) == (fetch.source is Source.STORAGE)

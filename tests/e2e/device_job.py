@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from holdfast.checkpoint.device import chunk_staging
 from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.testing import device
 
 STEPS, AT = int(os.environ.get("DEVICE_JOB_STEPS", "24")), int(os.environ.get("DEVICE_JOB_AT", "12"))
@@ -48,6 +49,8 @@ def hurt(step: int, where: str) -> None:
         device.fault(now=True)
     if how == "hang":
         device.hang()
+    if how == "behind":
+        device.sleep(3.0)  # the other ranks' devices wait for it in the next collective
     if how == "raise":
         raise RuntimeError("an error of the script's own, in the middle of a step")
 
@@ -300,6 +303,8 @@ def evaluate(job: Job, step: int) -> None:
 def main() -> None:
     if "no-void" in sys.argv[4:]:
         open_checkpointers.void = lambda: None
+    if "no-patience" in sys.argv[4:]:
+        Saver._behind = lambda _: None  # type: ignore[method-assign]
     torch.set_num_threads(1)
     device.load()
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
@@ -320,8 +325,9 @@ def main() -> None:
     for step in range(start, STEPS):
         hurt(step, "forward")
         loss = job.forward(step)
-        loss.item()  # as most loops do: until here the host waits for the device, so it is interrupted between two updates
-        if step == AT:
+        if step < AT or not WHERE.startswith("behind"):
+            loss.item()  # as most loops do: until here the host waits for the device, so it is interrupted between two updates
+        if step == AT and not WHERE.startswith("behind"):
             device.sleep(0.5)  # from here on it does not
         hurt(step, "backward")
         job.backward(loss)

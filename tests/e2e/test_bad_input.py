@@ -29,6 +29,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 import holdfast
 from holdfast.base.errors import (
     ConfigError,
@@ -390,7 +391,7 @@ checkpointer.close()
 def test_a_second_job_on_the_same_path(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "job"
     command = [sys.executable, "-c", FIRST_JOB, str(root)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+    with forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         assert first.stdin is not None
         try:

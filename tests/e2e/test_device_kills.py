@@ -176,6 +176,23 @@ def test_another_number_of_ranks_goes_on_with_the_same_numbers(
 
 
 @pytest.mark.slow
+def test_a_rank_whose_device_is_behind_costs_the_others_no_version(
+    tmp_path: Path, runtime_dir: Path, undisturbed
+) -> None:
+    """Their hosts come to the next save while every slot waits for the copy of the one whose device is seconds behind."""
+    ends, said = run(tmp_path, "ddp", "behind-forward")
+    assert ends == undisturbed("ddp")
+    assert "is given up" not in said, said[-4000:]
+
+
+@pytest.mark.slow
+def test_without_patience_a_device_that_is_behind_costs_versions(tmp_path: Path, runtime_dir: Path) -> None:
+    """The test before finds what it looks for."""
+    _, said = run(tmp_path, "ddp", "behind-forward", "no-patience")
+    assert "is given up" in said, said[-4000:]
+
+
+@pytest.mark.slow
 def test_without_the_rule_it_ends_as_another_one(tmp_path: Path, runtime_dir: Path, undisturbed) -> None:
     """Nothing is declared void before groups are aborted: the exit code is 0, and the parameters are wrong."""
     ends, _ = run(tmp_path, "ddp", "kill-save", "no-void")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import forked
+
 WORKER = Path(__file__).with_name("rejoin_worker.py")
 LOOP = Path(__file__).with_name("crash_loop_worker.py")
 STEPS = 8
@@ -18,7 +20,7 @@ STEPS = 8
 def run(out: Path, *cells: str, ranks: int = 2) -> None:
     command = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["--max-restarts=200", str(WORKER), str(out), *cells]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
+    done = forked.run(command, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-5000:]
 
 

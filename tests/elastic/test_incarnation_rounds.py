@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import DistError, TCPStore
 
+from holdfast.elastic.launch.rendezvous import incarnation_rounds
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import BEAT_S, Round, RoundAbandoned, RoundOver
 
 Make = Callable[[int], list[Round]]
@@ -143,8 +144,11 @@ def test_everybody_knows_whose_ranks_an_agent_has(agents: Make) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_who_waits_for_one_that_is_gone_meets_again_instead(agents: Make, rank: int) -> None:
+def test_who_waits_for_one_that_is_gone_meets_again_instead(
+    agents: Make, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 2 met the others and died before its first word: the leader waits for it, and rank 1 for the leader."""
+    monkeypatch.setattr(incarnation_rounds, "LOOK_S", 0.05)
     asked: list[int] = []
 
     def apart() -> str:

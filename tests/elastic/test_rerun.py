@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ MAY_GROW_BYTES = 12 << 20
 def runs(tmp_path: Path, count: int) -> tuple[list[dict[str, Any]], list[str]]:
     losses = tmp_path / "losses"
     command = [sys.executable, AGENT, str(count), str(losses)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=2900, check=False)
+    answer = forked.run(command, capture_output=True, text=True, timeout=2900)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return [json.loads(line) for line in answer.stdout.splitlines()], losses.read_text().splitlines()
 
@@ -93,5 +92,7 @@ def test_an_order_whose_store_is_gone_already_is_left_for_the_next_one(tmp_path:
     losses = tmp_path / "losses"
     script = str(Path(__file__).with_name("stale_store_agent.py"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    subprocess.run([sys.executable, script, str(losses)], env=environment, capture_output=True, timeout=120, check=True)
+    command = [sys.executable, script, str(losses)]
+    done = forked.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert len(losses.read_text().splitlines()) == 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import functools
+import json
 import os
 import random
 import signal
@@ -41,7 +41,7 @@ def spares(launcher: subprocess.Popen[str]) -> list[int]:
 
 def survive_kills(job: Job, kills: int, *, ranks: int = 4) -> None:
     flags = ("--standalone", f"--nproc-per-node={ranks}", "--max-restarts=20", "--spares=2")
-    launcher = job.launch(*flags)
+    launcher = job.launch(*flags, fresh=True)
     seen: set[int] = set()
     chooser = random.Random(7)
     rows = job.running(ranks)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.utils.data
 
+import forked
 import oddity_jobs
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
@@ -36,7 +37,7 @@ def run_jobs(
     command = [sys.executable, JOBS, str(directory), str(seconds), mode, str(scale), *names]
     paths = [str(Path(oddity_jobs.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 150, env=environment)
+    answer = forked.run(command, capture_output=True, text=True, timeout=seconds + 150, env=environment)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return {row["job"]: row for row in map(json.loads, answer.stdout.splitlines())}
 

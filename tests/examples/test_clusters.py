@@ -6,7 +6,6 @@ import ast
 import configparser
 import inspect
 import re
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,10 @@ REQUIRED = {
         "spec.rayClusterSpec.workerGroupSpecs",
     ),
     "TrainJob": ("spec.runtimeRef.name", "spec.trainer.numNodes"),
-    "ClusterTrainingRuntime": ("spec.mlPolicy.torch", "spec.template.spec.replicatedJobs"),
+    "ClusterTrainingRuntime": ("spec.mlPolicy.numNodes", "spec.template.spec.replicatedJobs"),
     "JobSet": ("spec.replicatedJobs",),
+    "NetworkPolicy": ("spec.podSelector.matchLabels", "spec.policyTypes", "spec.ingress"),
+    "PodDisruptionBudget": ("spec.minAvailable", "spec.selector.matchLabels"),
     "DaemonSet": ("spec.selector.matchLabels", "spec.template.metadata.labels", "spec.template.spec.containers"),
 }
 
@@ -99,7 +100,7 @@ def test_every_flag_is_one_that_exists() -> None:
         for part in re.split(r"(?=holdfast run)", command):
             if part.startswith("holdfast run"):
                 launches += 1
-                assert set(re.findall(r"(?<=\s)--[a-z][a-z-]+", part.split("srun")[0])) <= run_flags, part
+                assert set(re.findall(r"(?<=\s)--[a-z][a-z-]+", re.split("srun|scancel", part)[0])) <= run_flags, part
     assert launches == 5
 
 
@@ -163,9 +164,11 @@ def test_the_slurm_script_is_a_script() -> None:
     assert subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=30).stderr == ""
     options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(), re.MULTILINE)
     assert {"nodes", "requeue", "signal", "time"} <= set(options)
-    launcher = re.search(r"launcher='(.*?)'", script.read_text(), re.DOTALL)
-    assert launcher is not None
-    assert shlex.split(launcher[1].replace("\n", " "))[:2] == ["holdfast", "run"]
+    (launcher,) = re.findall(r"^launcher='(.*?)'", script.read_text(), re.DOTALL | re.MULTILINE)
+    within = subprocess.run(
+        ["bash", "-n"], input=launcher.replace("\n", " "), capture_output=True, text=True, timeout=30
+    )
+    assert (within.returncode, within.stderr) == (0, "")
 
 
 def test_the_unit_stops_with_time_to_save_and_leaves_the_keeper() -> None:
@@ -175,3 +178,15 @@ def test_the_unit_stops_with_time_to_save_and_leaves_the_keeper() -> None:
     assert (service["KillMode"], service["KillSignal"]) == ("process", "SIGTERM")
     assert int(service["TimeoutStopSec"]) >= 300
     assert {"Unit", "Service", "Install"} <= set(unit.sections())
+
+
+def test_the_guards_are_those_of_the_jobset() -> None:
+    """They choose its pods, and an eviction leaves as many nodes as hold a whole state."""
+    kinds = {document["kind"]: document for name, document in documents() if name.startswith(("guards", "jobset"))}
+    policy, budget, job = kinds["NetworkPolicy"]["spec"], kinds["PodDisruptionBudget"]["spec"], kinds["JobSet"]
+    label = {"jobset.sigs.k8s.io/jobset-name": job["metadata"]["name"]}
+    (sender,) = policy["ingress"][0]["from"]
+    for selector in (policy["podSelector"], sender["podSelector"], budget["selector"]):
+        assert selector["matchLabels"] == label
+    (node,) = job["spec"]["replicatedJobs"]
+    assert budget["minAvailable"] == node["template"]["spec"]["parallelism"] - 1

@@ -59,6 +59,19 @@ def test_every_rank_is_granted_its_slots_before_a_page_of_them_is_made(make_rig:
     reached([first, second], save_all([first, second], 1), Level.CAPTURED)
 
 
+def test_memory_that_is_put_off_is_made_when_somebody_waits_for_it(make_rig: MakeRig) -> None:
+    rig = make_rig(per_node=2)
+    first, second = rig.start(prepare=False)
+    assert first.client.prepare(1 << 20, 2, num_ready=0, put_off=True) == ()
+    assert first.client.prepare(1 << 20, 2, num_ready=0, put_off=True) == (), "asked again it is put off as before"
+
+    assert len(second.client.prepare(1 << 20, 2)) == 2
+    assert states(rig, 0) == ["unpopulated", "unpopulated"], "slots are made in the order in which they were begun"
+    assert len(first.client.prepare(1 << 20, 2, num_ready=1)) >= 1
+    assert len(first.client.prepare(1 << 20, 2)) == 2
+    reached([first, second], save_all([first, second], 1), Level.CAPTURED)
+
+
 def test_a_save_is_not_given_a_slot_that_is_not_complete(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = joined(rig)
@@ -124,7 +137,8 @@ def test_a_keeper_that_dies_while_it_makes_memory_leaves_nothing(make_rig: MakeR
     assert len(trainer.client.prepare(3 << 20, 2)) == 2
 
 
-def test_a_restore_takes_the_slot_that_is_being_made_and_no_memory_beside_it(make_rig: MakeRig) -> None:
+@pytest.mark.parametrize("put_off", [False, True])
+def test_a_restore_takes_the_slot_that_is_being_made_and_no_memory_beside_it(make_rig: MakeRig, put_off: bool) -> None:
     rig = make_rig()
     (writer,) = rig.start()
     version = writer.save(3, durable=True)
@@ -139,7 +153,7 @@ def test_a_restore_takes_the_slot_that_is_being_made_and_no_memory_beside_it(mak
     trainer = rig.trainer(0)
     trainer.client.assemble(rig.assembly())
     trainer.client.register(trainer.layout)
-    trainer.client.prepare(trainer.num_bytes, 2, num_ready=0)
+    trainer.client.prepare(trainer.num_bytes, 2, num_ready=0, put_off=put_off)
     seals = {file.ref.bundle_id: file.seal for file in rig.storage.manifest(version).bundles}
     fetches = [Fetch(ref, seals[ref.bundle_id], Source.STORAGE, None) for ref in trainer.layout.bundles]
 

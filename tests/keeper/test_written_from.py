@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -210,10 +211,19 @@ def test_what_waits_for_a_job_that_is_over_is_unpinned(node: Node, monkeypatch: 
     assert not copied.pins
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(("num_threads", "num_allowed"), [(1, 0), (3, 3), (3, 0), (3, 1)])
 def test_a_version_that_several_threads_hash_gets_the_seal_of_one(
-    node: Node, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    node: Node, num_threads: int, num_allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where a container may start no more threads than it has."""
+    start, num_started = threading.Thread.start, itertools.count()
+
+    def bounded(thread: threading.Thread) -> None:
+        if thread.name.startswith("holdfast hashes") and next(num_started) >= num_allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", bounded)
     monkeypatch.setattr(sealer_module, "share_of_cores", lambda **_: num_threads)
     sealed = threading.Event()
     node.state.layouts = {1: SimpleNamespace(bundles=(REFS[1],))}
@@ -230,6 +240,28 @@ def test_a_version_that_several_threads_hash_gets_the_seal_of_one(
     assert held.state is SlotState.SEALED
     assert held.images["r1"].seal == image_format.seal("r1", held.slot.view[:NUM_BYTES])
     assert len(held.images["r1"].seal.chunk_digests) == 3
+
+
+def test_a_version_that_cannot_be_sealed_is_abandoned(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason: the other ranks would wait for it, and the slot would never be free again."""
+    ended = threading.Event()
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(image_format, "seal", fail)
+    node.state.layouts = {1: SimpleNamespace(bundles=(REFS[1],))}
+    windows = Windows(shown=lambda _: None, listen=nothing, wanted=lambda _: False, stay=nothing)
+    sealer, held = Sealer(node.state, Events(), windows), node.hold(V, 1, 0)
+    monkeypatch.setattr(sealer._worker, "_on_fault", lambda _: ended.set())
+    try:
+        with node.state.lock:
+            sealer.put(held, V, [ImageSpan(REFS[1], 0, NUM_BYTES)])
+        assert ended.wait(60)
+    finally:
+        sealer.stop()
+    assert held.state is SlotState.EMPTY
+    assert not held.pins
 
 
 def test_an_order_pins_each_slot_once(node: Node) -> None:

@@ -13,7 +13,8 @@ holdfast `save_strategy="no"` is enough.
 
 `trainer.train(resume_from_checkpoint=...)` with a path means that path: holdfast then starts a new lineage. Only where the launcher
 starts the same run again, and holdfast has a later step of that run, is this what it goes on with. Nothing happens
-under HOLDFAST_DISABLE. Tested with transformers 5.23.0 and accelerate 1.15.0; frameworks are imported when they are there.
+under HOLDFAST_DISABLE. Tested with transformers 5.23.0 and accelerate 1.15.0; frameworks are imported when they are there. Trainers
+of TRL are such trainers; what they count besides is kept too (`trl_attributes`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from holdfast.adapters.accelerate_loaders import Loaders
 from holdfast.adapters.dcp.peek import newest
 from holdfast.adapters.options import checked
+from holdfast.adapters.trl_attributes import Attributes, is_of_trl, moving_reference
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, UsageError
@@ -140,6 +142,7 @@ class _Keeping:
         self._reported = 0  # the trainer's count of steps when it was reported last
         self._stopped = False  # the version that was found is one behind which the trainer stopped
         self._spent_s = 0.0  # seconds of training in processes before this one
+        self._trains = True  # the mode that the model was left in
         self._began_s = 0.0
         self.checkpointer: Checkpointer | None = None
 
@@ -204,6 +207,7 @@ class _Keeping:
             "scheduler": _bare(trainer.lr_scheduler, "scheduler"),
             "scaler": trainer.accelerator.scaler,
             "trainer": _Counts(trainer, self),
+            **(_of_trl(trainer) if is_of_trl(trainer) else {}),
             **self._options,
         }
         self._spent_s, self._began_s = 0.0, time.monotonic()
@@ -214,22 +218,26 @@ class _Keeping:
         self._reported = trainer.state.global_step
         if self.is_over:  # as it was when the training ended
             trainer.control.should_training_stop = True
+            if trainer.model.training is not self._trains:  # an evaluation may have been the last thing that it did
+                trainer.model_wrapped.train(self._trains)
         self._random = ProcessRandomness().state_dict()
 
     def counted(self) -> dict[str, Any]:
-        """Return what a version says of the run besides the trainer's state: seconds of training, and whether it
-        stopped there.
+        """Return what a version says of the run besides the trainer's state: seconds of training, whether it stopped
+        there, and whether the model was left as for training.
         """
         spent_s = self._spent_s + time.monotonic() - self._began_s
         return {
             "run": settings.launch(),
             "spent_s": spent_s,
             "stopped": bool(self._trainer.control.should_training_stop),
+            "trains": bool(self._trainer.model.training),
         }
 
     def count_on(self, state: Mapping[str, Any]) -> None:
         """The other way; versions of before do not say it."""
         self._spent_s = float(state.get("spent_s", 0.0))
+        self._trains = bool(state.get("trains", True))
 
     @property
     def spent_s(self) -> float:
@@ -362,6 +370,12 @@ class _Kept:
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         # Reported losses and speeds are those of all steps, so the time is that of all processes.
         return super()._finalize_training(trial, num_train_samples, start_time - self.holdfast.spent_s)  # type: ignore[misc]
+
+
+def _of_trl(trainer: Any) -> dict[str, Any]:
+    """Return what a trainer of TRL has besides; nothing of it is part of versions of other trainers."""
+    reference = moving_reference(trainer)
+    return {"trl": Attributes(trainer), **({} if reference is None else {"reference": reference})}
 
 
 class _Counts:

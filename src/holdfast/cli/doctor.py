@@ -27,7 +27,7 @@ from pathlib import Path
 from holdfast.base import private
 from holdfast.base.config import Config, load
 from holdfast.base.errors import Fenced, HoldfastError
-from holdfast.cli import console
+from holdfast.cli import console, tested_versions
 from holdfast.keeper.rpc.listener import is_everywhere, is_loopback
 from holdfast.keeper.rpc.messages import KEEPER
 from holdfast.keeper.rpc.paths import place_of
@@ -84,6 +84,7 @@ def machine_checks(settings: Config, root: str) -> Iterator[Check]:
     """Check what does not depend on the checkpoint path."""
     yield Check("python", GOOD, f"{platform.python_version()} on Linux {platform.release()}")
     yield torch_version()
+    yield from untested_versions()
     yield tried("snapshot memory", memory_files)
     yield tried("pre-faulting", populate)
     yield huge_pages(memory_pages.shared_memory_policy())
@@ -112,6 +113,14 @@ def torch_version() -> Check:
     if numbers < OLDEST_TORCH:
         return Check("torch", PROBLEM, version, "install torch 2.10 or newer")
     return Check("torch", GOOD, version)
+
+
+def untested_versions() -> Iterator[Check]:
+    """Check what is installed in a release that holdfast was not tested with; nothing is said of the others."""
+    for found in tested_versions.installed():
+        if found.untested:
+            remedy = f"it may well work; install a tested release of {found.name}, or run the tests with this one"
+            yield Check(f"{found.name} release", NOTE, f"{found.version}: {found.untested}", remedy)
 
 
 def memory_files() -> Check:

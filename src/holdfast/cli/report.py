@@ -16,16 +16,18 @@ from holdfast.cli import status
 from holdfast.cli.console import GOOD, PROBLEM, print_json, print_table, say
 from holdfast.core.elastic.goodput import ORDER, Goodput
 from holdfast.core.elastic.incident import box
-from holdfast.keeper.observe.run_summary import NAME, newest_run
+from holdfast.keeper.observe.run_summary import NAME, earlier_runs, newest_run
 
 
 def report(run: str | None, *, as_json: bool) -> int:
-    """Prints the sums of the newest run of a journal; returns the exit code."""
+    """Prints the sums of the newest run of a journal, and a line for each run before it; returns the exit code."""
     path, found = observed(run)
     if as_json:
-        print_json({"journal": str(path), **_document(found)})
+        print_json({"journal": str(path), **_document(found), "earlier": list(map(_document, earlier_runs(path)))})
     else:
         _show(path, found)
+        for run_before in earlier_runs(path):
+            say(f"an earlier run in this journal: {_counts(run_before)}")
     return GOOD if found.finished or not found.incidents else PROBLEM
 
 
@@ -87,10 +89,14 @@ def _show(path: Path, found: Goodput) -> None:
         if (seconds := found.seconds.get(name, 0.0)) > 0
     ]
     print_table(("what", "seconds", "share"), rows)
+    say(_counts(found))
+    watchdog = f", watchdog {found.watchdog}" if found.watchdog else ""
+    say(f"goodput {100 * found.share:.1f} %{watchdog}  ({path})")
+
+
+def _counts(found: Goodput) -> str:
+    """One line: how long a run took, its steps and incidents, and how it ended."""
     state = "ended well" if found.finished else "goes on, or was ended"
     before = f" after {found.steps - found.made} of runs before" if found.steps > found.made else ""
     again = f", {found.again} of them again" if found.again else ""
-    steps = f"{found.made} steps{before}{again}"
-    say(f"{found.wall_s:.1f} s, {steps}, {len(found.incidents)} incidents; {state}")
-    watchdog = f", watchdog {found.watchdog}" if found.watchdog else ""
-    say(f"goodput {100 * found.share:.1f} %{watchdog}  ({path})")
+    return f"{found.wall_s:.1f} s, {found.made} steps{before}{again}, {len(found.incidents)} incidents; {state}"

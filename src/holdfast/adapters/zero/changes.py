@@ -43,21 +43,35 @@ class Changes:
         look: looks at all of it.
         lines: attribute or name -> line of the script that stores to it.
         members: names of sets whose order matters to nobody.
+        before: how it was; by default how it is now.
+        always: paths of plain values that are carried also where they are as they were.
     """
 
-    def __init__(self, look: Callable[[], Look], lines: Mapping[str, int], members: Container[str] = ()) -> None:
+    def __init__(
+        self,
+        look: Callable[[], Look],
+        lines: Mapping[str, int],
+        members: Container[str] = (),
+        *,
+        before: Look | None = None,
+        always: Container[str] = (),
+    ) -> None:
         self._look = look
         self._members = members
         self._lines = lines
-        self.before = look()
+        self._always = always
+        self.before = before if before is not None else look()
 
     def now(self) -> Changed:
         """Returns what differs from the beginning of the loop."""
-        before = self.before
         try:
-            now = self._look()
+            return self.between(self._look())
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
             return Changed([], [], f"what it holds cannot be looked at: {type(error).__name__}: {error}")
+
+    def between(self, now: Look) -> Changed:
+        """Returns what of this look differs from the beginning of the loop."""
+        before = self.before
         reason = self._fixed(before.fixed, now.fixed) or self._reordered(now)
         if now.unsure and not before.unsure:
             (path, kind), *_ = now.unsure
@@ -65,7 +79,7 @@ class Changes:
         rows: list[list[Any]] = []
         for path, leaf in now.leaves.items():
             was = before.leaves.get(path)
-            if was is not None and was.token == leaf.token:
+            if was is not None and was.token == leaf.token and path not in self._always:
                 continue
             if was is None and leaf.owner not in before.owners:
                 reason = (
@@ -93,15 +107,25 @@ class Changes:
                 rows, reason = [], reason or f"{largest[0]!r}{self._where(largest[0])} is too large to be carried"
         return Changed(rows, gone, reason)
 
-    def began(self, used: Container[str], bounds: Container[str]) -> dict[str, str]:
+    def between_fixed(self, now: Look) -> str:
+        """Returns what differs of what can neither be carried nor be left out, and what cannot be looked at; empty if nothing does."""
+        if now.unsure and not self.before.unsure:
+            (path, kind), *_ = now.unsure
+            return f"{path!r}{self._where(path)}, a {kind} cannot be looked at"
+        return self._fixed(self.before.fixed, now.fixed) or self._reordered(now)
+
+    def began(self, used: Container[str], bounds: Container[str], *, inside: bool = False) -> dict[str, str]:
         """Returns the numbers and texts, by path, that the loop reads and that stood before it began.
 
         Args:
             used: names that the loop reads.
             bounds: paths that say how far it counts, which may be others at every start.
+            inside: also what names of functions lead to.
         """
         found: dict[str, str] = {}
         for path, leaf in self.before.leaves.items():
+            if inside and "()." in path:
+                path = path.partition("().")[2]
             root = path.replace("[", ".").partition(".")[0]
             value = leaf.value() if root in used and path not in bounds and len(found) < MAX_BEGAN else None
             if type(value) in (bool, int, str) or (type(value) is float and value < CLOCK):

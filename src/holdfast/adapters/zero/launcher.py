@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import distributed as dist
+
 from holdfast.adapters import singletons
 from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
-from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, find
+from holdfast.adapters.zero.nested_loop import KeptLoops, Unfit
+from holdfast.adapters.zero.nested_script import Nest, find_nested
+from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
 from holdfast.base import config
+from holdfast.base.errors import MismatchError
 from holdfast.base.events import Events
 from holdfast.elastic.launch import run_command
 from holdfast.elastic.worker import main_module
@@ -41,8 +46,10 @@ class ScriptLauncher:
             run_script(order)
             return
         path = order.arguments[0]
+        found: Loop | Nest | str
         try:
-            found = find(Path(path).read_text(encoding="utf-8"))
+            source = Path(path).read_text(encoding="utf-8")
+            found = _found(source)
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
             found = ""  # Python tells what is wrong with it
         says = order.environment.get("RANK", "0") == "0"
@@ -56,10 +63,38 @@ class ScriptLauncher:
         try:
             if isinstance(found, str):
                 run_script(order)
-            else:  # with the lines that nobody wrote
+            elif isinstance(found, Loop):  # with the lines that nobody wrote
                 main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root, self._events)})
+            else:
+                self._run_nest(path, found, order)
         finally:
             finder.remove()
+
+    def _run_nest(self, path: str, found: Nest, order: RunOrder) -> None:
+        try:
+            main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoops(found, self._root, self._events)})
+            return
+        except Unfit as error:
+            reason = str(error)
+            self._events.emit("script_refused", reason=reason)
+        remedy = f"to begin anew with it, give another --checkpoint-dir, or remove {self._root}"
+        if dist.is_available() and dist.is_initialized():
+            raise MismatchError(f"this script cannot go on where it was: {reason}", remedy=remedy)
+        say(
+            f"this script is not kept, {reason}; it runs again from its beginning, and nothing of it is saved; {remedy}"
+        )
+        run_script(order)
+
+
+def _found(source: str) -> Loop | Nest | str:
+    """Returns the loop of a script, or its loops that lie inside each other, or why there are none."""
+    found = find(source)
+    if found == ITSELF:
+        return found
+    nest = find_nested(source)
+    if isinstance(nest, str):
+        return found if isinstance(found, Loop) or nest == NO_LOOP else nest
+    return found if isinstance(found, Loop) and len(nest.sites) == 1 else nest
 
 
 def _said(reason: str) -> str:

@@ -96,7 +96,7 @@ class KeptLoop:
 
     def _rehearsed(self, steps: range, carried: _Carried, check: SelfCheck) -> Iterator[int]:
         """Yields the steps that a child makes a second time; it ends there."""
-        count = _Count()
+        count = Count()
         return check.perform(carried, steps, given=lambda: self._take_over(steps, carried), count=lambda: count.steps)
 
     def _take_over(self, steps: range, carried: _Carried) -> int:
@@ -129,7 +129,7 @@ class KeptLoop:
             found = f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next"
         if changes is not None and changes.before.unknown and isinstance(found, Kept):
             reason = why_not(found.objects) if len(steps) >= MIN_STEPS else "the loop is short"
-            found = _unknown(changes, reason) if reason else found
+            found = unknown(changes, reason) if reason else found
         told = collectives.gather_json(group, found if isinstance(found, str) else "")
         reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
         if isinstance(found, str) or changes is None or reasons:
@@ -140,7 +140,7 @@ class KeptLoop:
         carried = _Carried(self._loop, steps, names, changes, group)
         carried.events = self._events
         carried.stepped = _stepped(found)
-        carried.clears = _does_clear(loop=self._loop, names=names, stepped=carried.stepped)
+        carried.clears = does_clear(self._loop.clears, names.all(), carried.stepped)
         objects = {**found.objects, "main_values": carried}
         checkpointer = Checkpointer(self._root, **objects)
         self._events.emit("script_kept", root=self._root, objects=", ".join(sorted(found.objects)))
@@ -164,9 +164,9 @@ class KeptLoop:
         if first == len(steps) > 0:
             say(f"all {len(steps)} steps are made; what lies behind the loop runs")
             checkpointer.save(first - 1, "durable")  # it may lie in memory alone
-            _close(checkpointer)
+            close(checkpointer)
             return
-        count = _Count()
+        count = Count()
         unsaved = -1  # a step that is finished, and of which it was not known whether it may be saved
         ended = False
         try:
@@ -178,11 +178,11 @@ class KeptLoop:
                     continue  # gradients are on their way
                 if not carried.note(number):
                     continue  # what lies behind the loop could not be run again
-                carried.doubt(_differs(check.made(number, {})))
+                carried.doubt(differs(check.made(number, {})))
                 carried.rehearses(check.reason)
                 if carried.unsure and carried.alone:
                     check.end()
-                    _close(checkpointer)  # what was saved before that is right
+                    close(checkpointer)  # what was saved before that is right
                     yield from steps[number + 1 :]
                     return
                 if check.pending:
@@ -195,7 +195,7 @@ class KeptLoop:
         finally:
             count.close()
             if ended or self._left:
-                _close(checkpointer)
+                close(checkpointer)
             else:  # left by an error: what was saved counts
                 checkpointer.__exit__(UsageError, None, None)
 
@@ -221,7 +221,7 @@ class KeptLoop:
         return True
 
 
-def _close(checkpointer: Checkpointer) -> None:
+def close(checkpointer: Checkpointer) -> None:
     """The last step is durable, or it is said that it is not: what lies behind the loop runs in either case."""
     try:
         checkpointer.close()
@@ -229,13 +229,15 @@ def _close(checkpointer: Checkpointer) -> None:
         say(f"the last step is not durable: {error}")
 
 
-def _differs(name: str) -> str:
+def differs(name: str) -> str:
+    """Returns what is told of a value that a rehearsal did not make again; empty if there is none."""
     if not name:
         return ""
     return f"a rehearsal of a restart differs in {name!r}: some state that its steps depend on is in no version"
 
 
-def _unknown(changes: Changes, reason: str) -> str:
+def unknown(changes: Changes, reason: str) -> str:
+    """Returns why an object that nobody can look into is in the way where nothing is rehearsed."""
     (path, kind), *_ = changes.before.unknown
     return (
         f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next, and the first steps are not rehearsed: "
@@ -259,12 +261,12 @@ def _stepped(kept: Kept) -> list[torch.Tensor]:
     return [p for group in kept.objects["optimizer"].param_groups for p in group["params"]]
 
 
-def _does_clear(loop: Loop, names: Names, stepped: Sequence[torch.Tensor]) -> bool:
+def does_clear(clears: str, names: Mapping[str, Any], stepped: Sequence[torch.Tensor]) -> bool:
     """Tell whether what every step clears, by the text, has all parameters that are stepped."""
-    if not loop.clears:
+    if not clears:
         return False
-    name, *attributes = loop.clears.split(".")
-    thing = names.all().get(name)
+    name, *attributes = clears.split(".")
+    thing = names.get(name)
     for attribute in attributes:
         thing = getattr(thing, "__dict__", {}).get(attribute)
     if isinstance(thing, torch.nn.Module):
@@ -309,7 +311,7 @@ class Names:
         return {**self.main, **(own(self._frames[0]) if self._frames else {})}
 
 
-class _Count:
+class Count:
     """Holds how many steps optimizers have made."""
 
     def __init__(self) -> None:
@@ -359,11 +361,11 @@ class _Carried:
         after: dict[str, Any] = {}
         if number == len(self._steps) - 1:
             for name in self._loop.after:
-                packed = _packed(names.get(name, self), number=name in self._loop.numbers)
-                if packed is None:
+                value = packed(names.get(name, self), number=name in self._loop.numbers)
+                if value is None:
                     say(f"the last step is made again after a failure behind the loop, which reads {name!r}")
                     return False
-                after[name] = packed
+                after[name] = value
         changed = self._changes.now()
         carried = {name: names[name] for name in self._loop.carried if name in names and is_plain(names[name])}
         self.doubt(changed.reason or self._why_unsure(carried, names))
@@ -389,7 +391,7 @@ class _Carried:
         self._noted = state
         self.value = state["value"]
         self._changes.put(state["rows"], state["gone"])
-        self.restored = {**state["carried"], **{name: _unpacked(value) for name, value in state["after"].items()}}
+        self.restored = {**state["carried"], **{name: unpacked(value) for name, value in state["after"].items()}}
 
     def _state(self, value: int | None, carried: Any, after: Any, changed: Changed) -> dict[str, Any]:
         steps = self._steps
@@ -415,7 +417,7 @@ class _Carried:
                     f"warning: the first steps are not rehearsed, {reason}; state that holdfast cannot see would not be missed"
                 )
             if self._changes.before.unknown:
-                self.doubt(_unknown(self._changes, reason))
+                self.doubt(unknown(self._changes, reason))
 
     def _why_unsure(self, carried: Mapping[str, Any], names: Mapping[str, Any]) -> str:
         for name in self._loop.carried:
@@ -465,7 +467,7 @@ class _Carried:
         return f"the loop over {self._steps}"
 
 
-def _packed(value: Any, *, number: bool) -> Any:
+def packed(value: Any, *, number: bool) -> Any:
     """Returns a value as it can be stored; None if it cannot."""
     if is_plain(value):
         return {"plain": value}
@@ -475,7 +477,8 @@ def _packed(value: Any, *, number: bool) -> Any:
     return None
 
 
-def _unpacked(packed: Mapping[str, Any]) -> Any:
+def unpacked(packed: Mapping[str, Any]) -> Any:
+    """Returns the value that was stored."""
     if "plain" in packed:
         return packed["plain"]
     return torch.tensor(packed["tensor"], dtype=getattr(torch, packed["dtype"]), device=packed["device"])

@@ -76,7 +76,7 @@ def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, An
             kept.objects[f"main_{name}"] = {"tensor": value}
         elif isinstance(value, Stateful) and not isinstance(value, type):
             kept.objects[f"main_{name}"] = value
-        elif not _never_changes(value) and not is_plain(value):
+        elif not never_changes(value) and not is_plain(value):
             return f"nobody can be sure what {name!r}, a {_kind(value)}, keeps from one step to the next"
     return _with_model(kept, modules, optimizers, scope)
 
@@ -128,15 +128,16 @@ def _why_no_container(name: str, value: Any) -> str:
         if isinstance(part, torch.Tensor):  # data: what trains is in a module
             sure = not part.requires_grad
         else:
-            sure = (_never_changes(part) and not isinstance(part, nn.Module)) or is_plain(part)
+            sure = (never_changes(part) and not isinstance(part, nn.Module)) or is_plain(part)
         if not sure:
             return f"{name!r} is a {_kind(value)} of things that nobody can be sure of"
     return ""
 
 
-def _never_changes(value: Any) -> bool:
+def never_changes(value: Any) -> bool:
+    """Tell whether this keeps nothing from one step to the next, or what `reach.py` sees."""
     if isinstance(value, tuple | frozenset):
-        return all(_never_changes(part) for part in value)
+        return all(never_changes(part) for part in value)
     if inspect.isgenerator(value) or hasattr(value, "__next__"):
         return False
     if isinstance(value, Dataset):

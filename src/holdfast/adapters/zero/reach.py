@@ -157,6 +157,7 @@ class Reach:
         carried: names that live from one step to the next: they are set anew by a restart.
         members: names of sets whose order matters to nobody.
         pops: whether the text of the script calls a `pop()` of something.
+        named: path of each kept object, by its `id`; by default they are named as the frames do.
     """
 
     def __init__(
@@ -168,7 +169,9 @@ class Reach:
         carried: Iterable[str] = (),
         members: Iterable[str] = (),
         pops: bool = False,
+        named: Mapping[int, str] | None = None,
     ) -> None:
+        self._named = named
         self._carried = sorted(carried)
         self._members, self._pops = frozenset(members), pops
         self._sets = frozenset(sets)
@@ -177,40 +180,70 @@ class Reach:
         self._users: dict[str, bool] = {}
         self._told: dict[int, _Told] = {}
 
-    def look(self, main: dict[str, Any], frames: Sequence[tuple[str, Mapping[str, Any]]]) -> Look:
+    def look(
+        self,
+        main: dict[str, Any],
+        frames: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        inner: Sequence[tuple[str, Mapping[str, Any]]] = (),
+        hidden: frozenset[str] | None = None,
+        local: Mapping[str, Any] | None = None,
+        carried: Mapping[str, Any] | None = None,
+    ) -> Look:
         """Returns what is there now.
 
         Args:
             main: the names of the script itself.
             frames: name and local names of the functions that are running, the innermost, with the loop, first.
+            inner: those that came to run since the loop began, the outermost first: they are looked at last, so that a thing
+                has the path that it had before.
+            hidden: names of the script itself that are not looked at; by default those that the loop sets, if it stands there.
+            local: names that loops set, which functions in them may hold too; by default those of the innermost.
+            carried: names that are set anew by a restart; by default those that the loop carries.
         """
-        local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
-        walk = _Walk(self._is_users, frozenset() if frames else self._sets, self._kept, local, self._told)
+        if local is None:
+            local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
+        if hidden is None:
+            hidden = frozenset() if frames else self._sets
+        walk = _Walk(self._is_users, hidden, self._kept, local, self._told)
         walk.found.owners[""] = Owner(main.__setitem__, main.pop)
         scopes = [scope for _, scope in frames] + [main]
-        names = {id(value): name for scope in scopes for name, value in scope.items() if name not in self._sets}
-        for name in self._carried:
-            walk.share(name, scopes[0].get(name, main.get(name)))
+        names = self._named or {
+            id(value): name for scope in scopes for name, value in scope.items() if name not in self._sets
+        }
+        if carried is None:
+            carried = {name: scopes[0].get(name, main.get(name)) for name in self._carried}
+        for name, value in carried.items():
+            walk.share(name, value)
         for number, thing in enumerate(self._kept):
             walk.inside(names.get(id(thing), f"kept{number}"), thing)
-        sets = self._sets
-        for path, scope in frames:
-            for name in self._in_order(scope):
-                if name not in sets:
-                    walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
-            sets = frozenset()
+        for number, (path, scope) in enumerate(frames):
+            self._visit(walk, path, scope, without=frozenset() if number else self._sets)
         for name in self._in_order(main):
             if not name.startswith("__") and name not in walk.hidden:
                 walk.visit(name, main[name], asks=ALL if name in self._used else NOTHING, hold=("", name))
                 if name in self._used:
                     walk.foreign(name, main[name])
+        for path, scope in inner:
+            self._visit(walk, path, scope)
         walk.settings()
         if self._pops or walk.pops:
             kind = "set in a script that pops, by an order that cannot be read,"
             walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
         return walk.found
 
-    def _in_order(self, names: Mapping[str, Any]) -> list[str]:
+    def _visit(
+        self, walk: _Walk, path: str, scope: Mapping[str, Any], *, without: frozenset[str] = frozenset()
+    ) -> None:
+        """Looks at the names of a function."""
+        for name in self._in_order(scope.keys() - without):
+            walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
+
+    def is_of_user(self, value: Any) -> bool:
+        """Tell whether the class of a value, or one that this is made from, is the user's."""
+        return any(self._is_users(kind.__module__) for kind in type(value).__mro__)
+
+    def _in_order(self, names: Iterable[str]) -> list[str]:
         """Lists what the loop uses first, so that what is reached twice counts as used."""
         return sorted((str(name) for name in names), key=lambda name: (name not in self._used, name))
 
@@ -512,6 +545,8 @@ class _Walk:
             self._optimizer(path, value)
         elif isinstance(value, LRScheduler | GradScaler):
             self._stateful(path, value, asks)
+        elif is_progress_bar(value):
+            return
         elif hasattr(value, "__next__") or isinstance(value, io.IOBase):
             if asks:
                 self.found.unsure.append((path, kind.__qualname__))
@@ -688,6 +723,11 @@ class _Walk:
     def _each(self, path: str, items: Iterable[tuple[Any, Any]], *, asks: int) -> None:
         for key, value in items:
             self.visit(f"{path}[{key!r}]", value, asks=asks)
+
+
+def is_progress_bar(value: Any) -> bool:
+    """Tell whether this only shows how far a loop is."""
+    return any(part.__module__.partition(".")[0] == "tqdm" for part in type(value).__mro__)
 
 
 def _is_of_python(kind: type) -> bool:

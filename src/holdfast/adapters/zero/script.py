@@ -33,7 +33,7 @@ _NUMBER_METHODS = {"item", "tolist", "detach"}
 _NUMBER_FUNCTIONS = {"float", "int", "bool"}
 
 # Words of scripts that look for a file of their own and go on from it.
-_READS = {"exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "open", "read_text", "read_bytes"}
+READS = {"exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "open", "read_text", "read_bytes"}
 # What fills and empties a set, whatever its order is.
 _FILLS = {"add", "discard", "remove", "update", "clear"}
 # Calls by which names are read that the text does not name.
@@ -82,7 +82,7 @@ def find(source: str) -> Loop | str:
         SyntaxError: it is no Python.
     """
     tree = ast.parse(source)
-    if any(name.split(".")[0] == "holdfast" for name in _imported(tree)):
+    if any(name.split(".")[0] == "holdfast" for name in imported(tree)):
         return ITSELF
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and _trains(node, functions)]
@@ -114,7 +114,7 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
     outside = loaded(scope.body, without=loop) | {
         name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }
-    early = reader.early | (known.ambient - {target}) | _read_by_text(tree, loop)
+    early = reader.early | (known.ambient - {target}) | read_by_text(tree, loop)
     carried = sorted((early & (sets - {target})) | ((sets - done) & outside))
     after = sorted((sets & outside) - set(carried))
     used = {n for part in (loop, *functions.values()) for n in loaded([part])} - (sets - set(carried))
@@ -127,9 +127,9 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
     clears = _clears_first(loop.body, functions, frozenset()) or ""
     if clears.partition(".")[0] in sets:
         clears = ""
-    members = frozenset(_only_members(tree))
-    lines = _lines(loop, functions.values())
-    numbers = frozenset(name for name in after if _only_numbers(scope, loop, name))
+    members = frozenset(only_members(tree))
+    lines = lines_of(loop, functions.values())
+    numbers = frozenset(name for name in after if only_numbers(scope, loop, name))
     _rewrite(scope, loop, carried, after)
     return Loop(
         tree,
@@ -142,13 +142,14 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
         members=members,
         pops=any(isinstance(n, ast.Attribute) and n.attr == "pop" for n in ast.walk(tree)),
         reads_clock=bool(words & CLOCKS),
-        reads_files=any(word in _READS or word.startswith(("load", "resume", "restore")) for word in words),
+        reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
         lines=tuple(sorted(lines.items())),
     )
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Yields the modules that a script imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -195,7 +196,7 @@ def _scope_of(tree: ast.Module, loop: ast.For) -> Scope:
     return found
 
 
-def _read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:
+def read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:
     """Returns the names with a value before the loop, if the script reads names in a way that its text does not show."""
     calls = [
         (node.func.id, node.args)
@@ -209,7 +210,7 @@ def _read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:
     return {node.id for node in names if isinstance(node.ctx, ast.Store)}
 
 
-def _only_numbers(scope: Scope, loop: ast.For, name: str) -> bool:
+def only_numbers(scope: Scope, loop: ast.For, name: str) -> bool:
     """Tell whether outside of the loop nothing is asked of a name but its number: `x.item()`, `float(x)`, `f"{x:.3f}"`."""
     inside = {id(node) for node in ast.walk(loop)}
     plain: set[int] = set()
@@ -303,7 +304,7 @@ def _sets_grad(statement: ast.stmt, of: str = "") -> str | None:
     return of if sets and of else None
 
 
-def _only_members(tree: ast.Module) -> set[str]:
+def only_members(tree: ast.Module) -> set[str]:
     """Returns the names of which nothing is asked but `in`, `len` and `sorted`, and that are only filled and emptied."""
     asked: set[int] = set()
     for node in ast.walk(tree):
@@ -318,7 +319,8 @@ def _only_members(tree: ast.Module) -> set[str]:
     return {node.id for node in names} - {node.id for node in names if id(node) not in asked}
 
 
-def _lines(loop: ast.For, functions: Iterable[Function]) -> dict[str, int]:
+def lines_of(loop: ast.For, functions: Iterable[Function]) -> dict[str, int]:
+    """Returns, by attribute or name, the first line that stores to it or calls a method of it."""
     found: dict[str, int] = {}
     for part in (loop, *functions):
         for node in ast.walk(part):
@@ -341,7 +343,7 @@ def _root(node: ast.expr) -> str:
 
 def _rewrite(scope: Scope, loop: ast.For, carried: Sequence[str], after: Sequence[str]) -> None:
     loop.iter = ast.Call(ast.Name(HOOK, ast.Load()), [loop.iter], [])
-    loop.body = [new for statement in loop.body for new in _Leaving.of(statement)]
+    loop.body = [new for statement in loop.body for new in Leaving.of(statement)]
     if carried:
         loop.body[:0] = _taking("take", carried, loop)
     if carried or after:
@@ -353,7 +355,7 @@ def _rewrite(scope: Scope, loop: ast.For, carried: Sequence[str], after: Sequenc
     ast.fix_missing_locations(scope)
 
 
-class _Leaving(ast.NodeTransformer):
+class Leaving(ast.NodeTransformer):
     """Tells the hook of each `break` and `return` that leaves the loop: an error that leaves it says nothing."""
 
     @classmethod
@@ -384,7 +386,7 @@ class _Leaving(ast.NodeTransformer):
         return node
 
 
-class _Returning(_Leaving):
+class _Returning(Leaving):
     """The same of a loop within the loop."""
 
     def visit_Break(self, node: ast.Break | ast.Return) -> list[ast.stmt]:

@@ -10,12 +10,14 @@ What is found: every write through torch that is counted, every tear by a write 
 nearly every write of most of a tensor. What may be missed: a write past torch's counts (`.data`, another library) of a few
 elements, until the stretch comes by. `verify_capture` compares everything.
 
-Tensors on devices are not looked at here. Used by `checkpoint.save.memory_saver` and `checkpoint.save.save_completion`.
+Of tensors on devices only the counts are compared, once (`WriteCounts`): what is queued behind the copy is known to come behind it only
+from the fence on. Used by `checkpoint.save.memory_saver` and `checkpoint.save.save_completion`.
 """
 
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.capture.copy_plan import SlotView, Structure, rows_of
-from holdfast.checkpoint.capture.mutation_check import same_bits
+from holdfast.checkpoint.capture.mutation_check import MutationHistory, named, same_bits
 from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, has_spots
 from holdfast.checkpoint.entries.types import LiveTensor
 from holdfast.core.model import Piece
@@ -93,6 +95,35 @@ class CopyCheck:
         if now == self._writes:
             return set()
         return {number for number, (then, count) in enumerate(zip(self._writes, now, strict=True)) if then != count}
+
+
+class WriteCounts:
+    """Torch's counts of writes to tensors on devices, as they are when this is made.
+
+    Asked as soon as the copy is complete or somebody is about to pass the fence, whichever comes first: the host queues
+    writes ahead of the device, and those behind the fence are no fault. Writes past torch's counts are not seen.
+
+    Args:
+        tensors: what is copied late from devices, by name.
+        trust: told of what was written.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], trust: MutationHistory) -> None:
+        self._tensors, self._trust = tensors, trust
+        self._then = list(map(_WRITES, tensors.values()))
+        self._lock = threading.Lock()
+        self._found: str | None = None
+
+    def written(self) -> str:
+        """Returns which were written by the time this was called first, as the reason to give the copy up; empty if none."""
+        with self._lock:
+            if self._found is None:
+                rows = zip(self._tensors, self._then, map(_WRITES, self._tensors.values()), strict=True)
+                names = sorted(name for name, then, now in rows if then != now)
+                self._trust.judge((), names)
+                self._found = f"written while it was copied: {named(names)}" if names else ""
+                self._tensors = {}
+            return self._found
 
 
 class _Parts:

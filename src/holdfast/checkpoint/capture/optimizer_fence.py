@@ -112,6 +112,7 @@ class LateCopyJob:
             in between; told which of the two it is.
         opening: makes the batches and the end of the job, in the copying thread; None: they are there.
         steps: how many optimizer steps had begun when the state was looked at; None: no state was.
+        written: why what a device copies may not be the state at the call, as known when this is first called; empty: it is.
     """
 
     batches: list[Batch]
@@ -120,6 +121,7 @@ class LateCopyJob:
     at_fence: Callable[[bool], None] | None = None
     opening: Callable[[], Opened] | None = None
     steps: int | None = None
+    written: Callable[[], str] = str
     copied_bytes: int = 0
     stop_reason: str = ""
     done: threading.Event = field(default_factory=threading.Event)
@@ -360,9 +362,16 @@ class Fence:
                     continue
                 if not opens(who, ended=True):
                     return
+                self._look(job)
                 self._open = None
                 if compare and job.done.is_set() and not job.stop_reason and job.at_fence is not None:
                     self._compare(job, job.at_fence, who, min(behind_s, self._behind_s))
+
+    @staticmethod
+    def _look(job: LateCopyJob) -> None:
+        """Gives the copy up if somebody wrote what a device may not have read yet. Before a step's own writes."""
+        if reason := job.written():
+            job.stop(reason)
 
     @staticmethod
     def _compare(job: LateCopyJob, at_fence: Callable[[bool], None], who: Who, behind_s: float) -> None:
@@ -434,6 +443,7 @@ class Fence:
             except Exception as error:  # the top of the thread: the version is given up, training goes on
                 logger.exception("the background copy failed")
                 job.stop(f"the background copy failed: {error}")
+            self._look(job)
             job.finish("" if job.complete() else job.stop_reason)
             job.done.set()
             with self._wake:

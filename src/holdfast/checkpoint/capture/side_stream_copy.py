@@ -14,6 +14,7 @@ Called by `checkpoint.save.memory_saver`, `checkpoint.capture.optimizer_fence` a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import time
@@ -28,7 +29,7 @@ from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.bounce_buffers import BounceBuffers
 from holdfast.checkpoint.device import accelerator
-from holdfast.checkpoint.device.accelerator import Device, device_of
+from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.tiers.memory.slots import Slot
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,33 @@ class DeviceCopy:
             raise LevelNotReached(f"a device failed before it had copied: {error}") from error
 
 
+@dataclass(eq=False, slots=True)
+class _Writing:
+    """Copies that may still be written to a slot: known before anything is queued, for an interruption may come at any line.
+
+    Attributes:
+        sources: what is read, if nobody else holds it.
+        queueing: more may be queued.
+        ended: behind all of it; None: not recorded yet.
+    """
+
+    stream: torch.Stream
+    sources: tuple[torch.Tensor, ...]
+    queueing: bool = True
+    ended: torch.Event | None = None
+
+    def passed(self) -> bool:
+        """Return whether the device has done all of it. A device that failed never has. Does not wait."""
+        try:
+            if self.ended is None and self.queueing:
+                return False
+            if self.ended is None:  # interrupted
+                self.ended = device_of(self.stream.device.type).record(self.stream)
+            return self.ended.query()
+        except RuntimeError:
+            return False
+
+
 class SideStreams:
     """The side streams of the devices in use and the slots that are registered for them.
 
@@ -123,8 +151,7 @@ class SideStreams:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._full: set[torch.device] = set()
         self._registered: dict[int, tuple[int, torch.device]] = {}
-        # What may still be written to a slot: events behind it, and what is read if nobody else holds it.
-        self._unfinished: deque[tuple[torch.Event, tuple[torch.Tensor, ...]]] = deque()
+        self._unfinished: deque[_Writing] = deque()
 
     def pin(self, slot: Slot, device: torch.device) -> None:
         """Makes a slot's payload known to the driver of a device; once per slot. Without it copies work, in the call."""
@@ -150,27 +177,34 @@ class SideStreams:
         by_device: dict[torch.device, list[int]] = {}
         for index, source in enumerate(sources):
             by_device.setdefault(source.device, []).append(index)
-        spans = []
+        spans, all_of_it = [], []
         for device, members in by_device.items():
             interface, stream = device_of(device.type), self._stream(device)
             stream.wait_stream(interface.current_stream(device))
             pairs = [pair for i in members for pair in _in_order(targets[i], sources[i])]
-            with stream, torch.no_grad():
-                began = interface.record(stream)
-                try:
+            writing = _Writing(stream, tuple(sources))
+            try:
+                self._unfinished.append(writing)
+                with stream, torch.no_grad():
+                    began = interface.record(stream)
                     if not self._is_registered(targets[members[0]]) or not self._is_queued(device, pairs):
                         as_it_lies = [copy_plan.as_in_memory(targets[i], sources[i]) for i in members]
                         pairs = [pair for to, of in as_it_lies for pair in _in_order(to, of)]
                         self._bounce(device).copy(stream, pairs)
-                    ended = interface.record(stream)
-                except BaseException:  # some of it may be queued, and is written all the same
-                    self._unfinished.append((_behind(interface, stream, began), tuple(sources)))
-                    raise
+                    writing.ended = ended = interface.record(stream)
+            finally:
+                writing.queueing = False
             spans.append((began, ended))
-            self._unfinished.append((ended, ()))
-        while self._unfinished and accelerator.passed(self._unfinished[0][0]):
-            self._unfinished.popleft()
-        return DeviceCopy(tuple(spans), tuple(sources), sum(source.nbytes for source in sources))
+            all_of_it.append(writing)
+        copy = DeviceCopy(tuple(spans), tuple(sources), sum(source.nbytes for source in sources))
+        for writing in all_of_it:
+            writing.sources = ()
+        for writing in tuple(self._unfinished):  # the copying thread may be here as well
+            if not writing.passed():
+                break
+            with contextlib.suppress(ValueError):
+                self._unfinished.remove(writing)
+        return copy
 
     def follow(self, sources: Sequence[torch.Tensor]) -> None:
         """Queue what comes here from now on, by whatever thread, behind all that the current streams hold now."""
@@ -179,7 +213,12 @@ class SideStreams:
 
     def drain(self, timeout_s: float) -> bool:
         """Returns whether nothing that was queued here writes to a slot any more, after so many seconds at most."""
-        return accelerator.wait(tuple(ended for ended, _ in self._unfinished), timeout_s)
+        until = time.monotonic() + timeout_s
+        while not all(writing.passed() for writing in tuple(self._unfinished)):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(accelerator.POLL_S)
+        return True
 
     def unpin(self, timeout_s: float) -> bool:
         """Lets go of all slots, once nothing is copied into them; returns whether that was so within so many seconds.
@@ -226,14 +265,6 @@ class SideStreams:
         known = self._registered.pop(address, None)
         if known is not None:
             device_of(known[1].type).unregister(known[1], address)
-
-
-def _behind(interface: Device, stream: torch.Stream, began: torch.Event) -> torch.Event:
-    """An event behind all that the stream holds; of a device that failed, one that it never passes."""
-    try:
-        return interface.record(stream)
-    except RuntimeError:
-        return began
 
 
 def _in_order(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -65,8 +65,8 @@ from holdfast.tiers.storage.version_store import Storage, open_storage
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# How long a restore that has loaded waits for memory for the first saves. That of most jobs is there long before; where it
-# takes minutes training does not wait for it.
+# How long a restore that has loaded waits for memory for the first saves; after one from storage those saves wait instead,
+# for a step may be made meanwhile. That of most jobs is there long before; where it takes minutes training does not wait.
 SLOTS_S = 5.0
 # How long `close` waits for copies to further places, however long the last save took.
 MIN_COPY_S = 10.0
@@ -216,7 +216,7 @@ class Checkpointer:
         link = run.link if run else self._new_link(group)
         job, saver, restorer, report = self._come_back(run, state, link, asked)
         link.resumed = Origin(job.incarnation, restorer.recorded, restorer.table)
-        saver.await_slots(SLOTS_S)
+        saver.expect_slots(SLOTS_S, at_saves="storage" in report.bytes)
         saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or schedule_discovery.bubbles_of(state.modules, self.events)
         schedule = schedule_of(

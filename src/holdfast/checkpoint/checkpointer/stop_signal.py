@@ -57,9 +57,14 @@ class StopSignal:
         self._installed = True
 
     def remove(self) -> None:
-        """Gives SIGTERM back to whoever had it."""
+        """Gives SIGTERM back to whoever had it; if that was nobody, and it has arrived, another one is ignored.
+
+        A scheduler may tell every process of a job, and so may a launcher: the second must not kill a rank on its way out.
+        """
         if self._installed and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            before = self._before if self._before is not None else signal.SIG_DFL
+            # Ignored, not handled: the interpreter's end gives handlers up and would leave the default.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if self.arrived and before == signal.SIG_DFL else before)
             self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,7 @@
 
 The keeper says at once whether the budget allows them, and makes their pages in the background. A thread asks for the
 first one, then for the others, maps each and hands it on, so neither a restore nor training waits for memory that only
-a later save needs. What becomes of the slots is never raised here: a save that comes before the first of them is given
+a later save needs. On few cores it begins once all is restored that needs none of them. What becomes of the slots is never raised here: a save that comes before the first of them is given
 up, and `fault` says why there will be none.
 
 Called by `checkpoint.save.memory_saver`.
@@ -11,6 +11,7 @@ Called by `checkpoint.save.memory_saver`.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,14 @@ from holdfast.checkpoint.device import accelerator
 from holdfast.keeper.rpc.client import KeeperClient, Slot
 
 logger = logging.getLogger(__name__)
+
+# With fewer cores the threads that make pages take those that a restore needs: pages are made after it.
+CORES_FOR_BOTH = 8
+
+
+def comes_after_restore() -> bool:
+    """Return whether this machine has too few cores to make memory for saves beside a restore."""
+    return len(os.sched_getaffinity(0)) < CORES_FOR_BOTH
 
 
 class Reservation:
@@ -43,6 +52,7 @@ class Reservation:
         self._handing = threading.Lock()  # held while a slot is handed on, which may take long
         self._there: list[Slot] = []
         self._is_over = False
+        self._has_begun = False
         self._began_s = time.monotonic()
 
     @property
@@ -54,6 +64,12 @@ class Reservation:
     def is_dead(self) -> bool:
         """Return whether nobody works at it any more although slots are missing."""
         return not self.is_complete and (self.fault is not None or not self.client.alive)
+
+    def begin(self, behind: Callable[[Callable[[], None], str], None]) -> None:
+        """Has the slots mapped in a thread that `behind` starts, unless that was begun before."""
+        if not self._has_begun:
+            self._has_begun = True
+            behind(self.run, "holdfast slots")
 
     def run(self) -> None:
         """Maps the slots as they come. The thread's work; does not raise."""

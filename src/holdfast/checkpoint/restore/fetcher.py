@@ -88,8 +88,10 @@ class Holder(Protocol):
     def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
         """A copy is bad."""
 
-    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
-        """All ranks loaded `version`, which consists of the bundles of `table`."""
+    def resume(
+        self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = (), *, read_bytes: int = 0
+    ) -> None:
+        """All ranks loaded `version`, which consists of the bundles of `table`; `read_bytes` this one from storage itself."""
 
 
 class Fetcher:

@@ -31,6 +31,7 @@ from holdfast.checkpoint.job.bootstrap import FIRST_START, Job, RestoreRequest
 from holdfast.checkpoint.restore import tensor_fill as fill
 from holdfast.checkpoint.restore.fetcher import Fault, Fetcher, Holder, Loaded, fault_of
 from holdfast.checkpoint.restore.reshard import OtherLayout
+from holdfast.checkpoint.restore.storage_source import StorageSource
 from holdfast.checkpoint.restore.tensor_fill import Source
 from holdfast.checkpoint.restore.version_decision import Decisions
 from holdfast.checkpoint.restore.version_vote import Verdict, remedies
@@ -161,7 +162,9 @@ class Restorer:
         self._storage = storage
         self._asked = asked
         self._fetcher = Fetcher(client, timeout_s=timeout_s)
+        self._straight = Fetcher(StorageSource(storage), timeout_s=timeout_s)
         self.decisions = Decisions(job, client, storage, timeout_s=timeout_s)
+        self._read_bytes = 0
         self.recorded: Version | None = None
         self.table: tuple[BundleRef, ...] = ()
 
@@ -251,6 +254,7 @@ class Restorer:
 
     def _attempt(self, found: Verdict, choice: Choice) -> RestoreReport | None:
         """The report, or None if some rank found a bad copy."""
+        self._read_bytes = 0
         try:
             if collectives.unanimous(self._job.group, self._is_layout(choice)):
                 fitting = collectives.together(self._job.group, lambda: self._fitting(choice))
@@ -339,7 +343,12 @@ class Restorer:
         sizes = {fetch.ref.bundle_id: fetch.seal.length for fetch in fetches}
         logger.info("loading %s: %s", choice.version, version_choice.explain(planned, sizes))
         loaded = Loaded()
-        loaded.located = self._fetcher.obtain(choice.version, fetches, loaded.faults)
+        straight = [fetch for fetch in fetches if fetch.is_straight]
+        others = [fetch for fetch in fetches if not fetch.is_straight]
+        loaded.located = self._fetcher.obtain(choice.version, others, loaded.faults)
+        read = self._straight.obtain(choice.version, straight, loaded.faults)
+        loaded.located += read
+        self._read_bytes = sum(located.seal.length for located in read)
         loaded.ways = _ways(fetches, loaded.located, nodes_of)
         sources = list(_readable(fetches, loaded.located, loaded.faults))
         fitting = _Fitting(loaded, sources, {fetch.ref.bundle_id: fetch.node for fetch in fetches})
@@ -378,7 +387,8 @@ class Restorer:
         """Everybody has loaded it: it is recorded, then saving may begin."""
         group, incarnation = self._job.group, self._job.incarnation
         collectives.together(group, lambda: self._record(incarnation, version) if group.rank == 0 else None)
-        collectives.together(group, lambda: self._client.resume(incarnation, version, self.table))
+        num_bytes = self._read_bytes
+        collectives.together(group, lambda: self._client.resume(incarnation, version, self.table, read_bytes=num_bytes))
 
     def _record(self, incarnation: int, version: Version | None) -> None:
         wish = self._job.wish

@@ -1,9 +1,10 @@
-"""Restore without a keeper: what storage has, read by every rank for itself.
+"""Storage, read by a rank itself: where it has no keeper, and whatever no other rank wants.
 
 Stands in for the keeper's client where there is none. Of a whole bundle the header and the values are read; the rest goes
-from storage straight into tensors (`tiers.storage.unread_chunks`). Chunks of a bundle are read into a file without a name
-and mapped. So a state larger than the memory that is left can be restored. Nothing is handed on between ranks: twins each
-read what they need. Called by `checkpoint.restore.restorer` and `checkpoint.restore.fetcher`.
+from storage straight into tensors (`tiers.storage.unread_chunks`). So no page of a slot is made for it, and a state larger
+than the memory that is left can be restored. Without a keeper chunks of a bundle are read into a file without a name and
+mapped, and nothing is handed on between ranks: twins each read what they need. Which files there are was told with the
+choice. Called by `checkpoint.restore.restorer` and `checkpoint.restore.fetcher`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from holdfast.base.errors import CorruptError, VersionNotFound
 from holdfast.core.model import BundleRef, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.rpc.client import Inventory, Located
@@ -24,13 +24,12 @@ from holdfast.tiers.storage.version_store import Storage
 
 
 class StorageSource:
-    """The only source of a rank that has no keeper."""
+    """Reads bundles of storage; the only source of a rank that has no keeper."""
 
     alive = True
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._files: dict[Version, dict[str, BundleFile]] = {}
 
     def answers(self, timeout_s: float) -> bool:  # noqa: ARG002
         """Nobody has to."""
@@ -44,11 +43,12 @@ class StorageSource:
         """Whole bundles, or the runs of chunks that were asked for. What is read is proved; the caller reads the rest.
 
         Raises:
-            CorruptError: damaged. VersionNotFound: the manifest lists no such bundle. StorageError: the path refuses.
+            CorruptError: missing or damaged. VersionNotFound: the version was retired. StorageError: the path refuses.
         """
         found: list[Located] = []
         for fetch in fetches:
-            file = self._file(version, fetch)
+            seal = fetch.seal
+            file = BundleFile(fetch.ref, fetch.file, seal.length, seal.digest, seal.chunk_digests)
             for run in fetch.chunks or (None,):
                 started, unread = time.perf_counter(), None
                 if run is None:
@@ -56,7 +56,7 @@ class StorageSource:
                 else:
                     view = self._read(version, file, run)
                 seconds = time.perf_counter() - started
-                found.append(Located(fetch.ref, file.seal, view, Source.STORAGE, seconds, run, unread))
+                found.append(Located(fetch.ref, seal, view, Source.STORAGE, seconds, run, unread))
         return tuple(found)
 
     def release(self) -> None:
@@ -65,18 +65,10 @@ class StorageSource:
     def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
         """There is nobody else to warn."""
 
-    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
+    def resume(
+        self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = (), *, read_bytes: int = 0
+    ) -> None:
         """No keeper has to know."""
-
-    def _file(self, version: Version, fetch: Fetch) -> BundleFile:
-        if version not in self._files:
-            self._files[version] = {file.ref.bundle_id: file for file in self._storage.manifest(version).bundles}
-        file = self._files[version].get(fetch.ref.bundle_id)
-        if file is None:
-            raise VersionNotFound(f"the manifest of {version} does not list bundle {fetch.ref.bundle_id}")
-        if file.digest != fetch.seal.digest:
-            raise CorruptError("the manifest's copy is not the one that was agreed on", where=f"{version}/{file.file}")
-        return file
 
     def _read(self, version: Version, file: BundleFile, run: tuple[int, int]) -> memoryview:
         first, last = run

@@ -29,7 +29,7 @@ from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, Mem
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import copy_plan, paced_copy
 from holdfast.checkpoint.capture.copy_plan import Batch, Copies, Plan, SlotView, Split, Structure
-from holdfast.checkpoint.capture.late_copy_check import CopyCheck, LateCopyChecker
+from holdfast.checkpoint.capture.late_copy_check import CopyCheck, LateCopyChecker, WriteCounts
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, can_digest, differing, digest, named
 from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, STEPPED, Fence, LateCopyJob, Opened, Pace
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
@@ -39,7 +39,7 @@ from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.entries.types import Gathered
 from holdfast.checkpoint.job.keeper_link import KeeperLink
-from holdfast.checkpoint.job.slot_reservation import Reservation
+from holdfast.checkpoint.job.slot_reservation import Reservation, comes_after_restore
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
@@ -139,6 +139,7 @@ class Saver:
         self._views: dict[int, SlotView] = {}
         self._reserved = 0
         self._reservation: Reservation | None = None
+        self._slots_until_s = 0.0
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
         self._split_key: object = None
@@ -175,7 +176,8 @@ class Saver:
             shards = self._state.predict()
             self._structure = self._plan(gathered, shards.values() if shards is not None else None)
             plan = self._structure.plan(self._structure.encode(gathered))
-            self._ask_for_slots(client, plan, plan.num_bytes + SPARE_BYTES, gathered)
+            put_off = comes_after_restore()
+            self._ask_for_slots(client, plan, plan.num_bytes + SPARE_BYTES, gathered, put_off=put_off)
             self._register(client, self._structure)
         else:
             self._register(client, self._structure)
@@ -190,6 +192,7 @@ class Saver:
         reservation = self._reservation
         if reservation is None:
             return True
+        reservation.begin(self._link.behind)
         if timeout_s is None:
             timeout_s = patience_s(reservation.num_bytes * self._config.num_slots)
         there = reservation.wait_all(timeout_s)
@@ -197,8 +200,18 @@ class Saver:
             self._note_fault(reservation)
         return there
 
-    def _ask_for_slots(self, client: KeeperClient, plan: Plan, num_bytes: int, gathered: Gathered) -> None:
-        """All that is planned, from the budget now, and in the background from the kernel."""
+    def expect_slots(self, timeout_s: float, *, at_saves: bool) -> None:
+        """Waits for the slots as `await_slots` does; `at_saves`: not here, but in saves that come within this time."""
+        if not at_saves:
+            self.await_slots(timeout_s)
+        elif self._reservation is not None:
+            self._slots_until_s = time.monotonic() + timeout_s
+            self._reservation.begin(self._link.behind)
+
+    def _ask_for_slots(
+        self, client: KeeperClient, plan: Plan, num_bytes: int, gathered: Gathered, *, put_off: bool = False
+    ) -> None:
+        """All that is planned, from the budget now, and in the background from the kernel; `put_off`: once it is waited for."""
         on = _device_in(gathered)
 
         def came(slot: Slot) -> None:
@@ -206,10 +219,11 @@ class Saver:
                 self._streams.pin(slot, on)
             self._views[id(slot)] = SlotView(slot, plan)
 
-        client.prepare(num_bytes, self._config.num_slots, num_ready=0)
+        client.prepare(num_bytes, self._config.num_slots, num_ready=0, put_off=put_off)
         self._reserved = num_bytes
         self._reservation = Reservation(client, num_bytes, self._config.num_slots, came)
-        self._link.behind(self._reservation.run, "holdfast slots")
+        if not put_off:
+            self._reservation.begin(self._link.behind)
 
     def _ask_again(self, client: KeeperClient) -> None:
         """The keeper that made slots for us died before all were there: the next one makes the rest."""
@@ -224,7 +238,7 @@ class Saver:
             self.refused = str(error)
             raise
         self._reservation = reservation.again(client)
-        self._link.behind(self._reservation.run, "holdfast slots")
+        self._reservation.begin(self._link.behind)
 
     def _need_slot(self, client: KeeperClient) -> None:
         """Waits for the first slot as long as a save may wait for one.
@@ -234,13 +248,24 @@ class Saver:
         """
         self._ask_again(client)
         reservation = self._reservation
-        if reservation is None or reservation.wait(1, self._config.begin_timeout_s):
+        if reservation is None:
+            return
+        reservation.begin(self._link.behind)
+        if reservation.wait(1, self._slot_patience_s):
             return
         if reservation.fault is not None:
             self._note_fault(reservation)
             raise LevelNotReached(f"there is no memory for it: {reservation.fault}")
         size = reservation.num_bytes
         raise _NoSlotYet(f"its memory is still being made: {size} bytes, for {reservation.seconds:.0f} s by now")
+
+    @property
+    def _slot_patience_s(self) -> float:
+        """Return how long a save that begins now waits for a slot."""
+        timeout_s, reservation = self._config.begin_timeout_s, self._reservation
+        if reservation is None or reservation.is_complete:
+            return timeout_s
+        return max(timeout_s, self._slots_until_s - time.monotonic())
 
     def _note_fault(self, reservation: Reservation) -> None:
         """Memory that was granted is not to be had: the ranks go on with storage alone (`checkpoint.checkpointer.storage_fallback`).
@@ -396,7 +421,7 @@ class Saver:
         if plan.num_bytes > self._reserved:
             grow(client, plan.num_bytes + SPARE_BYTES, taken.gathered)
         self._link.unannounced.announce(client)
-        version, timeout_s = taken.handle.version, self._config.begin_timeout_s
+        version, timeout_s = taken.handle.version, self._slot_patience_s
         try:
             slot = client.begin(
                 version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s, ask_again=self._behind()
@@ -437,11 +462,12 @@ class Saver:
         """Names of what is copied in the call, if it is small and nothing has to be compared."""
         tensors = gathered.tensors
         late = self._trust.late(tensors)
+        if not late or self._trust.watched(tensors) or self._config.verify_capture:
+            return None  # nothing is proven
         rest = tuple(name for name in tensors if name not in late)
-        proven = late and not self._trust.watched(tensors) and not self._config.verify_capture
-        on_host = all(live.local.device.type == "cpu" for live in tensors.values())
+        on_host = all(live.local.is_cpu for live in tensors.values())
         is_small = sum(tensors[name].local.nbytes for name in rest) <= ASIDE_BYTES
-        return rest if proven and on_host and is_small else None
+        return rest if on_host and is_small else None
 
     def _copy_late(self, taken: _Taken) -> None:
         """Everything but the state itself is left to the copying thread."""
@@ -467,6 +493,9 @@ class Saver:
         now, late = view.assign(taken.gathered.tensors, taken.split)
         parts, sources, targets = view.plan.parts, view.sources, view.targets
         pledged = [LatePiece(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
+        on_device = [i for i in taken.split.late if sources[i].device.type != "cpu"] if late.device_targets else []
+        names = [parts[i].name for i in on_device]
+        counts = WriteCounts({name: taken.gathered.tensors[name].local for name in names}, self._trust)
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         copy_plan.copy_at_once(now, self._num_threads)
         watched = [ImmediatePiece(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
@@ -474,9 +503,9 @@ class Saver:
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
             job = LateCopyJob(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
+            job.written = counts.written
             self._events.count("late_copied_bytes", job.num_bytes)
             if late.device_targets:
-                names = [parts[i].name for i in taken.split.late if sources[i].device.type != "cpu"]
                 rows = zip(names, late.device_sources, late.device_targets, strict=True)
                 smallest = sorted(rows, key=lambda row: row[1].nbytes)[:NUM_SMALLEST]
                 self._last_late = _Late(taken.handle, self.fence.num_steps, smallest)
@@ -568,10 +597,10 @@ class Saver:
                 late = {name for name in late if can_digest(gathered.tensors[name].local)}
             names = [name for name, _ in structure.pieces]
             self._split = Split(
-                tuple(i for i, name in enumerate(names) if name not in late),
-                tuple(i for i, name in enumerate(names) if name in late),
+                tuple(i for i, name in enumerate(names) if name not in late) if late else tuple(range(len(names))),
+                tuple(i for i, name in enumerate(names) if name in late) if late else (),
             )
-            self._watched = tuple(i for i, name in enumerate(names) if name in watched)
+            self._watched = tuple(i for i, name in enumerate(names) if name in watched) if watched else ()
             self._pledged = self._split.late if self._config.verify_capture else ()
             self._split_key = key
         return self._split

@@ -117,6 +117,9 @@ class DirectSaver:
     def await_slots(self, timeout_s: float) -> None:
         """Does nothing: there are no slots."""
 
+    def expect_slots(self, timeout_s: float, *, at_saves: bool) -> None:
+        """Does nothing: there are no slots."""
+
     def restart(self, version: Version | None) -> None:
         """The tensors were written by a restore of `version`."""
         self._resumed = version

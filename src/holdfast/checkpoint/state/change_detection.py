@@ -18,8 +18,11 @@ from torch.distributed.tensor import DTensor
 
 # Values of these kinds are read anew at every save; that they change is not a change of structure.
 SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
-# Of a tensor, beside its address; each is asked of all tensors in one go.
-_FACTS: tuple[Callable[[torch.Tensor], object], ...] = (attrgetter("shape"), torch.Tensor.stride, attrgetter("dtype"))
+# Whose storage, offset, shape and strides torch compares in one call.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+# What else is asked of tensors of other classes; each of all tensors in one go.
+_FACTS: tuple[Callable[[torch.Tensor], object], ...] = (attrgetter("shape"), torch.Tensor.stride)
 
 
 class Containers:
@@ -32,23 +35,26 @@ class Containers:
     def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
         self._dicts = list(dicts)
         self._keys = list(chain.from_iterable(self._dicts))
-        self._values = self._objects()
+        self._values = self._all_values()
+        self._objects = _no_scalars(self._values)
 
     def unchanged(self) -> bool:
         """Return whether every key and every object is the very same."""
-        return same_objects(list(chain.from_iterable(self._dicts)), self._keys) and same_objects(
-            self._objects(), self._values
-        )
+        if not same_objects(list(chain.from_iterable(self._dicts)), self._keys):
+            return False
+        values = self._all_values()
+        return same_objects(values, self._values) or same_objects(_no_scalars(values), self._objects)
 
-    def _objects(self) -> list[Any]:
-        return [v for v in chain.from_iterable(map(dict.values, self._dicts)) if type(v) not in SCALARS]
+    def _all_values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
 
 
 class Tensors:
     """A fixed list of tensors: unchanged while memory, shape, strides, dtype and placement are the same.
 
     Nothing that the garbage collector tracks is kept of a look: a few thousand tuples per save would make it search the
-    whole process again and again, which took longer than all else of a save.
+    whole process again and again, which took longer than all else of a save. Each tensor is compared with an alias of it, which no
+    change of the tensor itself follows: in one call, where all are of classes of torch's own.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -57,14 +63,20 @@ class Tensors:
         self._placements = [(t.device_mesh, t.placements, t.shape) for t in self._sharded]
         seen = self._local()
         self._addresses = array("Q", map(torch.Tensor.data_ptr, seen))
-        self._facts = [[getter(tensor) for tensor in seen] for getter in _FACTS]
+        self._aliases: list[torch.Tensor] | None = None
+        if all(map(_PLAIN.__contains__, map(type, seen))):
+            self._aliases = [tensor.detach() for tensor in seen]
+        self._dtypes = list(map(_dtype_of, seen))
+        self._facts = [list(map(getter, seen)) for getter in _FACTS] if self._aliases is None else []
 
     def unchanged(self) -> bool:
         """Return whether every tensor is where and what it was."""
         now = self._local()
         return (
             array("Q", map(torch.Tensor.data_ptr, now)) == self._addresses
-            and all(all(map(eq, map(getter, now), seen)) for getter, seen in zip(_FACTS, self._facts, strict=True))
+            and (self._aliases is None or all(map(torch.Tensor.is_set_to, now, self._aliases)))
+            and same_objects(list(map(_dtype_of, now)), self._dtypes)
+            and all(all(map(eq, map(getter, now), seen)) for getter, seen in zip(_FACTS, self._facts, strict=False))
             and all(
                 t._spec.mesh is mesh and t._spec.placements == placements and t.shape == shape
                 for t, (mesh, placements, shape) in zip(self._sharded, self._placements, strict=True)
@@ -74,6 +86,10 @@ class Tensors:
     def _local(self) -> list[torch.Tensor]:
         # FSDP2 and torch write into the local tensor in place; `_local_tensor` costs a tenth of `to_local()`.
         return [*self._plain, *(t._local_tensor for t in self._sharded)]
+
+
+def _no_scalars(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if type(value) not in SCALARS]
 
 
 def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:

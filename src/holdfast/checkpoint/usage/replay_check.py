@@ -47,6 +47,8 @@ MAX_BYTES = 256 << 20
 # How long the child is waited for: so often the time that the compared steps took here, and so many seconds.
 TIMES, LIMIT_S = 1.0, 5.0
 _LENGTH = struct.Struct("<Q")
+# What a child tells that could not take the version up: no name of anything.
+_REFUSED = ""
 
 
 class Taking(Protocol):
@@ -85,6 +87,7 @@ class SelfCheck:
         self._digests: list[dict[str, str]] = []
         self._began_s = 0.0
         self._pid = 0
+        self._version: _Version | None = None
         self._line: socket.socket | None = None
         self.child = False
         self.pending = False
@@ -145,7 +148,18 @@ class SelfCheck:
         state = self.state()
         state.trained()
         self._take(state, version)
+        self._version = version
         return version.number
+
+    def take_again(self) -> None:
+        """Takes the version over once more, in the child: what the script did meanwhile is undone."""
+        assert self._version is not None
+        self._take(self.state(), self._version)
+
+    def refused(self, reason: str) -> NoReturn:
+        """Ends the child, and tells why it could not take the version up."""
+        self._digests = [{_REFUSED: reason}]
+        self.tell()
 
     def told(self, beside: Mapping[str, str]) -> None:
         """Notes a step of the child in which an optimizer stepped; the process ends with the last that is compared."""
@@ -247,6 +261,8 @@ class SelfCheck:
             self._give_up("the child ended, or took too long: it was not allowed something")
             return ""
         told = msgspec.msgpack.decode(data, type=list[dict[str, str]])
+        if told and _REFUSED in told[0]:
+            return told[0][_REFUSED]
         for here, there in zip(self._digests, told, strict=False):
             different = [name for name in (*here, *there) if here.get(name) != there.get(name)]
             if different:

@@ -33,11 +33,6 @@ from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 from holdfast.base.errors import UsageError
 from holdfast.core.layout.job_layout import JobLayout, Mesh, Tensor
 from holdfast.core.layout.placement import REPLICATE, Kind, Placement, only
@@ -104,6 +99,10 @@ def read(path: Path, kind: type[_Described], *, what: str) -> _Described:
         raise UsageError(f"the description cannot be read: {error.strerror}", where=str(path)) from error
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"the description has more than {MAX_FILE_BYTES >> 20} MiB", where=str(path))
+    if sys.version_info >= (3, 11):
+        import tomllib  # noqa: PLC0415 - other commands do not load the parser
+    else:
+        import tomli as tomllib  # noqa: PLC0415
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(data, type=kind)

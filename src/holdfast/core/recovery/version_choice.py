@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from holdfast.core.model import BundleRef, Decision, Seal, Topology, Version
+from holdfast.core.rank_runs import count_in
 from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER, upstreams
 from holdfast.core.versions.lineage import Lineage
 
@@ -44,12 +45,17 @@ class MemoryCopy:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A durable version as its manifest tells it."""
+    """A durable version as its manifest tells it.
+
+    Attributes:
+        files: name of the file of every bundle.
+    """
 
     version: Version
     world_size: int
     table: tuple[BundleRef, ...]
     seals: Mapping[str, Seal]
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,7 @@ class Choice:
         holders: per bundle the memory copies with that seal.
         in_storage: whether the durable checkpoint may serve as a source.
         world_size: number of ranks that saved it.
+        files: of the durable checkpoint, the name of every bundle's file.
     """
 
     version: Version
@@ -121,6 +128,7 @@ class Choice:
     holders: Mapping[str, tuple[MemoryCopy, ...]]
     in_storage: bool
     world_size: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +155,7 @@ class Fetch:
         node: whose memory; None for storage.
         chunks: runs (first, end) of checksum chunks that are needed, ascending and apart; None is the whole image.
         via: of storage: the node that hands the bytes on as it gets them; None is reading storage oneself.
+        file: of storage: the name of the bundle's file.
     """
 
     ref: BundleRef
@@ -155,6 +164,12 @@ class Fetch:
     node: int | None
     chunks: tuple[tuple[int, int], ...] | None = None
     via: int | None = None
+    file: str = ""
+
+    @property
+    def is_straight(self) -> bool:
+        """Return whether the rank reads it from storage itself: nobody else wants it, so no memory of the node need hold it."""
+        return self.source is Source.STORAGE and self.via is None and count_in(self.ref.runs) == 1
 
 
 # What is to be loaded, what is waited for, or neither; with the reason.
@@ -218,6 +233,8 @@ def way(fetch: Fetch, nodes: Sequence[str]) -> str:
     """Return where one bundle comes from and why from there."""
     if fetch.via is not None:
         return f"handed on by {nodes[fetch.via]}, so that storage is read once"
+    if fetch.is_straight:
+        return "from storage, as no memory holds them and no other rank wants them"
     if fetch.source is Source.PEER and fetch.node is not None:
         return f"from the memory of {nodes[fetch.node]}, as none is on this node"
     return _WAYS[fetch.source]
@@ -286,7 +303,10 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> J
         return _awaited(version, away, "", durable=stored is not None)
     where = "memory" if all(holders.values()) else "memory and storage" if any(holders.values()) else "storage"
     world_size = stored.world_size if stored else 1 + max(ref.runs[-1][1] for ref in table)
-    return Decision(Choice(version, table, seals, holders, stored is not None, world_size), f"complete in {where}")
+    files = stored.files if stored else {}
+    return Decision(
+        Choice(version, table, seals, holders, stored is not None, world_size, files), f"complete in {where}"
+    )
 
 
 def _copies_by_bundle(version: Version, facts: Facts) -> dict[str, list[MemoryCopy]]:
@@ -312,7 +332,8 @@ def cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
     if choice.in_storage and not facts.is_out((choice.version, ref.bundle_id, None)):
         options.append((Source.STORAGE, 0, None))
     source, _, node = min(options, key=lambda option: option[:2])
-    return Fetch(ref, seal, source, node)
+    file = choice.files.get(ref.bundle_id, "") if source is Source.STORAGE else ""
+    return Fetch(ref, seal, source, node, file=file)
 
 
 def _short(ranks: Iterable[int]) -> str:

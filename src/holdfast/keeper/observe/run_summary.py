@@ -37,6 +37,15 @@ def newest_run(path: Path, root: str = "") -> Goodput | None:
     return goodput((known or unknown or [[]])[-1])
 
 
+def earlier_runs(path: Path) -> list[Goodput]:
+    """Returns the sums of each run of a journal before the one that `newest_run` tells of, oldest first; none without progress.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return [found for run in _runs(lines_of(path))[:-1] if (found := goodput(run)) is not None]
+
+
 def _runs(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the lines of each run, in the order of their beginnings: jobs of one name may write beside each other."""
     runs: list[list[dict[str, Any]]] = []

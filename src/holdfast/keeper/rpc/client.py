@@ -203,19 +203,32 @@ class KeeperClient:
             request = messages.Assemble(assembly=assembly, key=encryption.setting, key_required=encryption.required)
         self._ask(request, messages.Ok)
 
-    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
+    def resume(
+        self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = (), *, read_bytes: int = 0
+    ) -> None:
         """All ranks loaded `version` (None: a fresh start) and that is recorded; from here on `begin` is allowed.
 
-        `table`: every bundle of the job at `version`, where it is known.
+        Args:
+            incarnation: which one.
+            version: what was loaded.
+            table: every bundle of the job at `version`, where it is known.
+            read_bytes: of images, what this rank read from storage itself.
         """
-        self._ask(messages.Resume(incarnation=incarnation, version=version, table=tuple(table)), messages.Ok)
+        request = messages.Resume(incarnation=incarnation, version=version, table=tuple(table), read_bytes=read_bytes)
+        self._ask(request, messages.Ok)
 
     def register(self, layout: RankLayout, shared: Sequence[str] = (), *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """The rank's bundles, and the names of what it shares with ranks of its node; at every change of structure."""
         self._ask(messages.Register(layout=layout, shared=tuple(shared)), messages.Ok, timeout_s)
 
     def prepare(
-        self, num_bytes: int, num_slots: int, *, num_ready: int | None = None, timeout_s: float | None = None
+        self,
+        num_bytes: int,
+        num_slots: int,
+        *,
+        num_ready: int | None = None,
+        put_off: bool = False,
+        timeout_s: float | None = None,
     ) -> tuple[Slot, ...]:
         """Slots with room for `num_bytes` each, allocated by the keeper, populated here. Growth: call it again.
 
@@ -225,12 +238,13 @@ class KeeperClient:
             num_bytes: room needed for the images of one version.
             num_slots: how many there will be; the budget is asked for all of them at once.
             num_ready: returns as soon as so many are there; None: all of them. 0: at once, none.
+            put_off: with 0, makes none before the next call, or before something is restored into one.
             timeout_s: seconds; None: as many as so much memory may need.
 
         Raises:
             MemoryRefused: names what is needed, what is allowed, and what to change. KeeperLost: the keeper is gone.
         """
-        request = messages.Prepare(num_bytes=num_bytes, num_slots=num_slots, num_ready=num_ready)
+        request = messages.Prepare(num_bytes=num_bytes, num_slots=num_slots, num_ready=num_ready, put_off=put_off)
         limit_s = slot_memory.patience_s(num_bytes * num_slots) if timeout_s is None else timeout_s
         if num_ready == 0:
             frames.close_fds(self._call(request, messages.Slots, limit_s)[1])

@@ -146,11 +146,13 @@ class Resume(Message, tag="resume", frozen=True, kw_only=True):
 
     Attributes:
         table: every bundle of the job at `version`, where it is known. A keeper that came later has heard it of nobody.
+        read_bytes: of images, what this rank read of it from storage itself.
     """
 
     incarnation: int
     version: Version | None
     table: tuple[BundleRef, ...] = ()
+    read_bytes: int = 0
 
 
 class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
@@ -158,11 +160,13 @@ class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
 
     Attributes:
         num_ready: the answer comes when so many are there; None: all. 0: at once, without any, when the budget allows them.
+        put_off: no page is made before somebody waits for a slot: the rank in its next request, or what it restores.
     """
 
     num_bytes: int
     num_slots: int
     num_ready: int | None = None
+    put_off: bool = False
 
 
 class Slots(Message, tag="slots", frozen=True, kw_only=True):

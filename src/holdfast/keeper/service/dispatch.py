@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.base.errors import KeeperError
+from holdfast.core.recovery.version_choice import Source
 from holdfast.keeper.coordination.coordinator_client import CoordinatorClient
 from holdfast.keeper.fetch.fetch_bundles import BundleFetcher, PresentBundle
 from holdfast.keeper.fetch.fetch_chunks import ChunkFetcher
@@ -145,9 +146,13 @@ class Operations:
     def _preload(self, _: Connection, request: messages.Preload) -> Ok:
         return self._parts.preloader.begin(request)
 
-    def _resume(self, _: Connection, request: messages.Resume) -> Ok:
+    def _resume(self, connection: Connection, request: messages.Resume) -> Ok:
         self._parts.state.resume(request.incarnation, request.version, request.table)
         if request.version is not None:
+            if request.read_bytes > 0:
+                with self._parts.state.lock:
+                    trainer = self._parts.trainers.of(connection)
+                    trainer.brought(request.version, Source.STORAGE, request.read_bytes)
             self._parts.replicator.refill(request.version)
         return Ok(id=request.id)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from holdfast.base.errors import HoldfastError, KeeperError
 from holdfast.base.events import Events
-from holdfast.core.model import RankLayout, Version
+from holdfast.core.model import RankLayout, Seal, Version
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.rpc.messages import ImageSpan
 from holdfast.keeper.slots.idle_windows import Windows
@@ -95,7 +95,7 @@ class Sealer:
                 if self._threads is None or self._windows.shown(held.rank) is not None:
                     seal = image_format.seal(span.ref.bundle_id, view, before=lambda size: turns.wait(held.rank, size))
                 else:
-                    seal = image_format.seal(span.ref.bundle_id, view, each=self._threads.map)
+                    seal = self._seal_on_threads(self._threads, span.ref.bundle_id, view)
                 places[span.ref.bundle_id] = ImagePlace(span.ref, span.offset, seal)
             turns.done()
             with state.lock:
@@ -103,10 +103,12 @@ class Sealer:
                     held.images = places
                     slots.write_header(held.slot, held.header(state.place.job))
                     state.sealed(held, job.version)
-        except HoldfastError as error:
+        except Exception as error:  # the other ranks would wait for it
             with state.lock:
                 held.clear()
-                state.abandon(held.rank, job.version, error.what)
+                state.abandon(held.rank, job.version, getattr(error, "what", f"it was not sealed: {error}"))
+            if not isinstance(error, HoldfastError):
+                raise
         finally:
             state.unpin(held, _PIN)
         self._events.emit(
@@ -116,6 +118,15 @@ class Sealer:
             size_bytes=sum(span.length for span in job.images),
             seconds=time.perf_counter() - started,
         )
+
+    def _seal_on_threads(self, threads: ThreadPoolExecutor, bundle_id: str, view: memoryview) -> Seal:
+        try:
+            return image_format.seal(bundle_id, view, each=threads.map)
+        except RuntimeError as error:
+            logger.warning("chunks are hashed one after the other: %s", error)
+            self._threads = None
+            threads.shutdown(wait=False, cancel_futures=True)
+            return image_format.seal(bundle_id, view)
 
 
 def _check(held: HeldSlot, layout: RankLayout | None, images: Sequence[ImageSpan]) -> None:

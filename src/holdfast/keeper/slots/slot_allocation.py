@@ -1,7 +1,8 @@
 """Memory for ranks: slots within the budget, and the slots that a dead keeper left with its trainers.
 
 Only the budget is asked under the state's lock, so that two ranks do not both count on the same free memory. The pages
-are made by the threads of the slot pool, for all ranks at once, the first slot of each rank before any second. A request is
+are made by the threads of the slot pool, for all ranks at once, the first slot of each rank before any second; where a rank
+wants the cores for a restore, only once somebody waits for a slot of it. A request is
 answered when as many slots are there as it waits for, so no connection is held up; a slot that is not complete is
 offered to nobody, neither to a save nor to a restore.
 """
@@ -61,11 +62,9 @@ class SlotAllocator:
         with self._state.lock:
             trainer = self._trainers.of(connection)
             missing = self._make_room(trainer.rank, request)
-            turn = len(slot_pool.in_use(trainer.rank))
-            what = f"a slot of rank {trainer.rank}"
-            for held in slot_pool.promise(trainer.rank, request.num_bytes, missing, what):
-                slot_pool.populate(held, turn, partial(self._populated, held, time.monotonic()))
-                turn += 1
+            slot_pool.promise(trainer.rank, request.num_bytes, missing, f"a slot of rank {trainer.rank}")
+            if wanted or not request.put_off:
+                self._populate(trainer.rank)
             self._state.callbacks.changed()
             waiting = _Waiting(trainer, request)
             reply = self._answer(waiting)
@@ -79,6 +78,7 @@ class SlotAllocator:
         The deadline is by `time.monotonic`.
         """
         with self._came:
+            self._populate(rank)
             while True:
                 own = [held for held in self._state.slot_pool.in_use(rank) if held.slot.num_bytes >= num_bytes]
                 made = [held for held in own if held.state is SlotState.UNPOPULATED]
@@ -86,6 +86,13 @@ class SlotAllocator:
                 if not made or len(made) < len(own) or left <= 0:
                     return
                 self._came.wait(left)
+
+    def _populate(self, rank: int) -> None:
+        """Begin to make the pages of the rank's slots that were promised. Under the lock."""
+        slot_pool = self._state.slot_pool
+        for turn, held in enumerate(slot_pool.in_use(rank)):
+            if held.is_put_off:
+                slot_pool.populate(held, turn, partial(self._populated, held, time.monotonic()))
 
     def _populated(self, held: HeldSlot, since_s: float, fault: MemoryRefused | None) -> None:
         """The pages of a slot are there, or will never be. In a thread of the slot pool."""

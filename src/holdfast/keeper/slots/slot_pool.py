@@ -74,6 +74,11 @@ class HeldSlot:
     pieces: list[PieceOf] = field(default_factory=list)
 
     @property
+    def is_put_off(self) -> bool:
+        """Return whether nobody makes its pages yet."""
+        return self.state is SlotState.UNPOPULATED and POPULATING not in self.pins
+
+    @property
     def view(self) -> SlotView:
         """Return what the overwrite guard sees. Images that all failed their digest are worth nothing: it may be
         overwritten.

@@ -298,4 +298,5 @@ def _check(condition: bool, what: str, where: str) -> None:
 def stored_of(manifest: Manifest) -> Stored:
     """A committed version as `core.recovery.version_choice` judges it."""
     seals = {file.ref.bundle_id: file.seal for file in manifest.bundles}
-    return Stored(manifest.version, manifest.world_size, tuple(file.ref for file in manifest.bundles), seals)
+    files = {file.ref.bundle_id: file.file for file in manifest.bundles}
+    return Stored(manifest.version, manifest.world_size, tuple(file.ref for file in manifest.bundles), seals, files)

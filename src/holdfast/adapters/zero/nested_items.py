@@ -1,0 +1,339 @@
+"""Takes up what a loop goes over where it was, without loading what is skipped where that is known to be right.
+
+    items = Items(loader)       # also enumerate(loader), zip(...), tqdm(loader), a range, a list, a generator of the script
+    items.skip(17)              # as if 17 had been taken, with the generators of random numbers as they were at the first
+    next(items)
+
+Counted by index: ranges, lists, and `itertools.count`. A `DataLoader` over a dataset with items draws the order anew and leaves
+out the batches; with workers, or over a stream, it loads what is skipped, since items may depend on what came before. All else
+is counted by taking items. What is drawn between two items comes from generators of random numbers that the loop's body
+uses too, so it would differ: `doubt` tells when that was seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import GeneratorType
+from typing import Any
+
+import torch
+import xxhash
+from torch.utils.data import DataLoader, dataloader, distributed, sampler
+
+from holdfast.checkpoint.usage import user_frames
+
+# Samplers that draw everything from one seed, before their first index.
+_SAMPLERS = (
+    sampler.SequentialSampler, sampler.RandomSampler, sampler.SubsetRandomSampler, sampler.WeightedRandomSampler,
+    distributed.DistributedSampler,
+)  # fmt: skip
+_NONE: dict[int, int] = {}
+_SEQUENCES = (list, tuple, str, bytes, dict, type(_NONE.keys()), type(_NONE.values()), type(_NONE.items()))
+_EMPTY: tuple[Iterable[Any], ...] = ([], (), range(0), "", b"", _NONE, _NONE.values(), _NONE.items())
+_PLAIN_ITERATORS = tuple(type(iter(each)) for each in _EMPTY)
+_MAX_DEPTH = 6
+
+
+class Items:
+    """The items of one loop.
+
+    Args:
+        iterable: what the script goes over.
+
+    Attributes:
+        size: how many there are; None if nobody knows.
+        shape: what has to be alike at a restart; plain values.
+        told: how items are skipped, where it costs something; empty if it does not.
+        doubt: why a restart would take other items; empty as long as nothing says so.
+        refused: why these items cannot be taken up again; empty if they can.
+        begun: whether something was drawn for them already.
+    """
+
+    def __init__(self, iterable: Any) -> None:
+        self.doubt = self.refused = ""
+        self.begun = isinstance(iterable, enumerate | zip | dataloader._BaseDataLoaderIter)
+        self.told = ""
+        self._iterator: Iterator[Any] | None = None
+        self._digested: Any = None
+        self._way: _Way = _way_of(iterable, self)
+        self.size, self.shape = self._way.size, self._way.shape
+
+    def skip(self, number: int) -> None:
+        """Goes on behind so many items."""
+        if number:
+            self._iterator = self._way.behind(number)
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = self._way.begin()
+        return next(self._iterator)
+
+    def digest(self) -> str:
+        """Returns a token of where a generator of the script stands: equal where it would go on alike."""
+        return _digest(self._digested) if self._digested is not None else ""
+
+    def digests(self, thing: Any) -> None:
+        """This is what `digest` looks at."""
+        self._digested = thing
+
+
+class _Way:
+    """Begins one kind of iterable, and takes it up.
+
+    Args:
+        shape: what has to be alike at a restart.
+        size: number of items.
+        begin: the iterator from the first item on.
+        behind: the iterator behind so many items.
+    """
+
+    def __init__(
+        self,
+        shape: list[Any],
+        size: int | None,
+        begin: Callable[[], Iterator[Any]],
+        behind: Callable[[int], Iterator[Any]],
+    ) -> None:
+        self.shape, self.size, self.begin, self.behind = shape, size, begin, behind
+
+
+def _way_of(value: Any, items: Items, depth: int = 0) -> _Way:
+    if depth > _MAX_DEPTH:
+        items.refused = "it lies in too many others"
+    if type(value) is range:
+        return _Way(["range", value.start, value.step], len(value), lambda: iter(value), lambda n: iter(value[n:]))
+    if isinstance(value, set | frozenset):
+        items.refused = "it is a set, whose order does not come back"
+    if type(value) in _SEQUENCES:
+        shape = [type(value).__qualname__, len(value)]
+        return _Way(shape, len(value), lambda: iter(value), lambda n: itertools.islice(value, n, None))
+    if type(value) is enumerate:
+        return _enumerated(value, items, depth)
+    if type(value) is zip:
+        return _zipped(value, items, depth)
+    if type(value) is itertools.count:
+        return _counted(value)
+    bar = _bar_of(value)
+    if bar is not None:
+        return _barred(value, bar, items, depth)
+    if isinstance(value, DataLoader):
+        return _loader(value, items)
+    if isinstance(value, dataloader._BaseDataLoaderIter):
+        return _loader_iterator(value, items)
+    if type(value) in _PLAIN_ITERATORS:
+        hint = value.__length_hint__()
+        return _Way([type(value).__qualname__, hint], hint, lambda: value, lambda n: itertools.islice(value, n, None))
+    return _taken(value, items)
+
+
+def _enumerated(value: Any, items: Items, depth: int) -> _Way:
+    inner, count = value.__reduce__()[1]
+    way = _way_of(inner, items, depth + 1)
+    return _Way(
+        ["enumerate", count, *way.shape],
+        way.size,
+        lambda: enumerate(way.begin(), count),
+        lambda n: enumerate(way.behind(n), count + n),
+    )
+
+
+def _zipped(value: Any, items: Items, depth: int) -> _Way:
+    _, parts, *state = value.__reduce__()
+    strict = bool(state and state[0])
+    ways = [_way_of(part, items, depth + 1) for part in parts]
+    sizes = [way.size for way in ways]
+    endless = [way for way in ways if way.shape[:1] == ["count"]]
+    known = [size for size in sizes if size is not None]
+    size = min(known) if known and len(known) + len(endless) == len(ways) else None
+    return _Way(
+        ["zip", *(part for way in ways for part in way.shape)],
+        size,
+        lambda: zip(*(way.begin() for way in ways), strict=strict),
+        lambda n: zip(*(way.behind(n) for way in ways), strict=strict),
+    )
+
+
+def _counted(value: Any) -> _Way:
+    text = repr(value)[len("count(") : -1].split(", ")
+    if not all(part.lstrip("-").isdigit() for part in text):
+        text = []
+    start, step = (int(text[0]), int(text[1]) if len(text) > 1 else 1) if text else (0, 0)
+    behind: Callable[[int], Iterator[Any]] = (
+        (lambda n: itertools.count(start + n * step, step)) if text else (lambda n: itertools.islice(value, n, None))
+    )
+    return _Way(["count", start, step], None, lambda: value, behind)
+
+
+def _bar_of(value: Any) -> Any:
+    """Returns the progress bar of tqdm that this is, or that its iterator belongs to; None for all else."""
+    if isinstance(value, GeneratorType) and "tqdm" in value.gi_code.co_filename:
+        if inspect.getgeneratorstate(value) != inspect.GEN_CREATED or value.gi_frame is None:
+            return None
+        value = user_frames.own(value.gi_frame).get("self")
+    is_bar = any(part.__module__.partition(".")[0] == "tqdm" for part in type(value).__mro__)
+    return value if is_bar and getattr(value, "iterable", None) is not None else None
+
+
+def _barred(value: Any, bar: Any, items: Items, depth: int) -> _Way:
+    way = _way_of(bar.iterable, items, depth + 1)
+
+    def begin() -> Iterator[Any]:
+        bar.iterable = way.begin()
+        return iter(value)
+
+    def behind(number: int) -> Iterator[Any]:
+        bar.iterable = way.behind(number)
+        for name in ("n", "initial", "last_print_n"):
+            if hasattr(bar, name):
+                setattr(bar, name, getattr(bar, name) + number)
+        return iter(value)
+
+    return _Way(["tqdm", *way.shape], way.size, begin, behind)
+
+
+def _size_of(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _loader(value: DataLoader[Any], items: Items) -> _Way:
+    if type(value).__iter__ is not DataLoader.__iter__:
+        return _taken(value, items)
+    size = _size_of(value) if value._dataset_kind == dataloader._DatasetKind.Map else None
+    if value.num_workers and value.persistent_workers:
+        items.refused = "its workers stay, with all that they keep"
+    made: list[_Way] = []
+
+    def way() -> _Way:
+        made.append(_loader_iterator(iter(value), items))
+        return made[-1]
+
+    return _Way(["loader", size], size, lambda: way().begin(), lambda n: way().behind(n))
+
+
+def _loader_iterator(value: Any, items: Items) -> _Way:
+    is_map = value._dataset_kind == dataloader._DatasetKind.Map
+    size = _size_of(value) if is_map else None
+    indices = value._sampler_iter
+    known = _is_known(value._index_sampler)
+    if not known:
+        value._sampler_iter = _watched(indices, items, "the order of its batches is")
+    if isinstance(value, dataloader._SingleProcessDataLoaderIter) and is_map:
+
+        def behind(number: int) -> Iterator[Any]:
+            for _ in range(number):
+                value._next_index()  # type: ignore[no-untyped-call]
+            value._num_yielded += number
+            return value
+
+        return _Way(["loader", size], size, lambda: value, behind)
+    items.told = "what is skipped is loaded again: a loader with workers, or over a stream"
+    watch = (
+        value
+        if isinstance(value, dataloader._MultiProcessingDataLoaderIter)
+        else _watched(value, items, "its items are")
+    )
+    return _Way(["loader", size], size, lambda: watch, lambda n: _advanced(watch, n))
+
+
+def _is_known(indices: Any) -> bool:
+    """Tell whether a sampler, or the one that its batches are made of, draws all it needs before the first index."""
+    if type(indices) is sampler.BatchSampler:
+        indices = indices.sampler
+    return type(indices) in _SAMPLERS or type(indices) is dataloader._InfiniteConstantSampler
+
+
+def _taken(value: Any, items: Items) -> _Way:
+    """All else: what is skipped is taken, one by one."""
+    if isinstance(value, torch.Tensor):
+        return _Way(
+            ["tensor", *value.shape], len(value), lambda: iter(value), lambda n: itertools.islice(iter(value), n, None)
+        )
+    items.told = f"what is skipped of {type(value).__qualname__!r} is taken again, one by one"
+    kind = type(value)
+    size = _size_of(value) if not hasattr(value, "__next__") else None
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        items.refused = "it has a place of its own, which it hands out"
+
+    def begin() -> Iterator[Any]:
+        iterator = iter(value)
+        items.digests(iterator)
+        return _watched(iterator, items, "its items are")
+
+    return _Way([kind.__qualname__], size, begin, lambda n: _advanced(begin(), n))
+
+
+def _advanced(iterator: Iterator[Any], number: int) -> Iterator[Any]:
+    for _ in range(number):
+        next(iterator)
+    return iterator
+
+
+def _watched(iterator: Iterable[Any], items: Items, what: str) -> Iterator[Any]:
+    """Yields items, and sees whether any but the first is made with random numbers of the process."""
+    first = True
+    iterator = iter(iterator)
+    while True:
+        before = "" if first or items.doubt else _drawn()
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        if before and _drawn() != before:
+            items.doubt = f"{what} drawn step by step, with random numbers that the step uses too"
+        first = False
+        yield item
+
+
+def _drawn() -> str:
+    """Returns a token of the generators of random numbers of the process."""
+    token = xxhash.xxh3_128(torch.get_rng_state().numpy())  # type: ignore[arg-type]  # an array has a buffer
+    token.update(repr(random.getstate()).encode())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "random" in vars(numpy):
+        state = numpy.random.get_state(legacy=False)
+        token.update(state["state"]["key"].tobytes() + str(state["state"]["pos"]).encode())
+    return token.hexdigest()
+
+
+def _digest(value: Any, depth: int = 0) -> str:
+    """Returns a token of an iterator: of a generator's names and line, of an object's attributes."""
+    token = xxhash.xxh3_128(type(value).__qualname__.encode())
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        if frame is not None:
+            token.update(str(frame.f_lineno).encode())
+            for part in gc.get_referents(value):
+                if depth < _MAX_DEPTH and hasattr(part, "__next__"):
+                    token.update(_digest(part, depth + 1).encode())
+            _mapping(token, user_frames.own(frame), depth)
+    elif isinstance(value, dataloader._BaseDataLoaderIter):
+        token.update(str(value._num_yielded).encode())
+    elif type(value) in _PLAIN_ITERATORS:
+        token.update(str(value.__length_hint__()).encode())
+    elif isinstance(getattr(value, "__dict__", None), dict):
+        _mapping(token, vars(value), depth)
+    return token.hexdigest()
+
+
+def _mapping(token: Any, values: Mapping[str, Any], depth: int) -> None:
+    for name, value in sorted(values.items(), key=lambda pair: str(pair[0])):
+        if isinstance(value, bool | int | float | str | bytes | type(None)):
+            token.update(f"{name}={value!r}".encode())
+        elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided:
+            token.update(f"{name}={tuple(value.shape)}{value.dtype}".encode())
+            data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b""
+            token.update(data)
+        elif isinstance(value, list | tuple | dict) and depth < _MAX_DEPTH:
+            parts = value if isinstance(value, dict) else {str(i): part for i, part in enumerate(value)}
+            if len(parts) <= 1 << 16:
+                _mapping(token, {str(key): part for key, part in parts.items()}, depth + 1)
+        elif hasattr(value, "__next__") and depth < _MAX_DEPTH:
+            token.update(_digest(value, depth + 1).encode())

@@ -1,0 +1,208 @@
+"""Looks at what loops that lie inside each other can reach, at the places where that matters.
+
+Where the outermost loop begins everything is as a script that was started again has it. Where an inner loop begins, there is
+besides what the statements between the loops made; a restart makes that again. So a step is compared with both: what was there
+at the outermost loop must be as it was, or be carried; what was made between must be as it was when the inner loop began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import xxhash
+
+from holdfast.adapters.zero.changes import Changes
+from holdfast.adapters.zero.nested_items import Items
+from holdfast.adapters.zero.nested_script import Nest, Site
+from holdfast.adapters.zero.reach import Look, Reach, is_plain
+from holdfast.checkpoint.usage.user_frames import own
+
+
+class Lost:
+    """Stands for a value that cannot be brought back; whoever uses it is told.
+
+    Args:
+        name: what the script calls it.
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _tell(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"holdfast: {self._name!r} is read, and what it was before the restart is in no version; set it in every turn of "
+            f"the loop before it is read, or keep it with holdfast.Checkpointer.carry"
+        )
+
+    __bool__ = __len__ = __iter__ = __call__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = _tell
+    __rmul__ = __truediv__ = __rtruediv__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __neg__ = _tell
+    __float__ = __int__ = __index__ = __str__ = __format__ = __contains__ = __setitem__ = _tell
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return self._tell(name)
+
+
+@dataclass(slots=True)
+class Entry:
+    """A loop that runs.
+
+    Attributes:
+        site: which one.
+        frame: where it stands.
+        items: what it goes over; set when it begins.
+        taken: of an outer loop the items that are done, of the innermost those that were taken.
+        inner: loops that began in this item.
+        before: what a step, or the start of an item, is compared with.
+        changes: the comparison.
+        made: path -> token of what the statements before it made and that cannot be carried.
+        start: of an outer loop, what was when its item began.
+        drawn: token of the generators of random numbers when it began.
+    """
+
+    site: Site
+    frame: FrameType
+    before: Look
+    changes: Changes
+    items: Items | None = None
+    taken: int = 0
+    inner: int = 0
+    made: dict[str, str] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+    drawn: str = ""
+
+    def names(self) -> dict[str, Any]:
+        """Returns what names mean where it stands."""
+        main = self.frame.f_globals
+        return {**main, **own(self.frame)} if is_function(self.frame) else dict(main)
+
+
+class Looker:
+    """Looks at everything below the names of a script.
+
+    Args:
+        nest: its loops.
+        kept: objects that hand out their state.
+        frame: where the outermost loop stands.
+    """
+
+    def __init__(self, nest: Nest, kept: Sequence[Any], frame: FrameType) -> None:
+        self._nest = nest
+        self._lines = dict(nest.lines)
+        self._main: dict[str, Any] = frame.f_globals
+        self._around = _frames(frame, self._main)
+        named: dict[int, str] = {}
+        for scope in (*(own(each) for each in self._around), self._main):
+            for name, value in scope.items():
+                named[id(value)] = name
+        self._reach = Reach(
+            sets=(), used=nest.used, kept=kept, members=nest.members, pops=nest.pops, named=named
+        )  # the same walk at all places
+
+    def look(self, entries: Sequence[Entry], last: tuple[Site, FrameType] | None = None) -> Look:
+        """Returns what is there now.
+
+        Args:
+            entries: the loops that run.
+            last: one that is about to begin.
+        """
+        stack = [*((entry.site, entry.frame) for entry in entries), *([last] if last else [])]
+        dead: dict[int, set[str]] = {}
+        for site, frame in stack:
+            dead.setdefault(_key(frame), set()).update(site.dead)
+            names = own(frame) if is_function(frame) else self._main
+            dead[_key(frame)].update(name for name in site.loose if name in names and not is_plain(names[name]))
+        site, frame = stack[-1]
+        dead[_key(frame)] |= site.sets - set(site.lives) if site.outer else site.sets
+        hidden = dead.get(0, set())
+        frames = _frames(frame, self._main)
+        inner = [each for each in frames if each not in self._around][::-1]
+        local: dict[str, Any] = {}
+        carried: dict[str, Any] = {}
+        if not site.outer:
+            names = {**self._main, **(own(frame) if is_function(frame) else {})}
+            carried = {name: names[name] for name in site.lives if name in names and type(names[name]) is not Lost}
+
+        def scope(each: FrameType) -> Mapping[str, Any]:
+            found = own(each)
+            without = dead.get(id(each), set())
+            local.update({name: value for name, value in found.items() if name in without})
+            return {name: v for name, v in found.items() if name not in without and type(v) is not Lost}
+
+        around = list(zip(_named(self._around), map(scope, self._around), strict=True))
+        within = list(zip(_named(inner, {path for path, _ in around}), map(scope, inner), strict=True))
+        lost = {name for name, value in self._main.items() if type(value) is Lost}
+        return self._reach.look(
+            self._main, around, inner=within, hidden=frozenset(hidden | lost), local=local, carried=carried
+        )
+
+    def enter(self, entries: Sequence[Entry], site: Site, frame: FrameType) -> Entry:
+        """Returns a loop that is about to begin inside of the others, with what was made for it."""
+        now = self.look(entries, (site, frame))
+        outermost = entries[0].before if entries else now
+        around = entries[-1].before if entries else now
+        before = Look(
+            leaves=outermost.leaves,
+            owners={**now.owners, **around.owners},
+            fixed={**now.fixed, **around.fixed},
+            unsure=outermost.unsure,
+            unknown=now.unknown,
+            orders={**now.orders, **around.orders},
+            shared=now.shared,
+        )
+        always = {
+            path
+            for path, leaf in now.leaves.items()
+            if path in outermost.leaves and outermost.leaves[path].token != leaf.token
+        }
+        entry = Entry(site, frame, before, self._changes((), before, always))
+        entry.changes = self._changes([*entries, entry], before, always)
+        entry.made = {
+            path: xxhash.xxh3_64_hexdigest(repr(token).encode())
+            for path, token in now.fixed.items()
+            if entries and path not in outermost.fixed
+        }
+        return entry
+
+    def _changes(self, entries: Sequence[Entry], before: Look, always: set[str]) -> Changes:
+        def look() -> Look:
+            return self.look(entries)
+
+        return Changes(look, self._lines, self._nest.members, before=before, always=always)
+
+
+def is_function(frame: FrameType) -> bool:
+    """Tell whether a frame is one of a function, with names of its own."""
+    return frame.f_code.co_name != "<module>"
+
+
+def _key(frame: FrameType) -> int:
+    """Returns the number of a frame; 0 for the script itself."""
+    return id(frame) if is_function(frame) else 0
+
+
+def _frames(frame: FrameType | None, main: dict[str, Any]) -> list[FrameType]:
+    """Returns the functions of the script that run, the innermost first."""
+    found: list[FrameType] = []
+    while frame is not None:
+        if frame.f_globals is main and is_function(frame):
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _named(frames: Sequence[FrameType], taken: set[str] | None = None) -> list[str]:
+    names: list[str] = []
+    used = set(taken or ())
+    for frame in frames:
+        name = f"{frame.f_code.co_name}()"
+        while name in used:
+            name += "'"
+        used.add(name)
+        names.append(name)
+    return names

@@ -1,0 +1,601 @@
+"""Kept loops that lie inside each other, at run time: the thing that the loops of one script iterate over.
+
+Put into the script under the name `script.HOOK`. Versions are made where the innermost loop asks for its next item, behind a
+step of the optimizer. A restart goes straight to the saved item of each outer loop, with the random numbers and values that its
+item began with; the statements up to the inner loop are executed again; there everything is restored and compared, and the inner
+loop goes on behind the items that it had. What follows the last step of an inner loop (an evaluation, a schedule) is done again.
+
+What cannot be taken up where it was raises `Unfit`: the script is then run from its beginning, and is not kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, say
+from holdfast.adapters.zero.nested_items import Items
+from holdfast.adapters.zero.nested_look import Entry, Looker, is_function
+from holdfast.adapters.zero.nested_objects import collect
+from holdfast.adapters.zero.nested_script import Nest, Site
+from holdfast.adapters.zero.nested_state import (
+    NestedState,
+    differing,
+    drawn,
+    given,
+    packed_randomness,
+    put,
+    put_randomness,
+)
+from holdfast.adapters.zero.objects import Kept
+from holdfast.adapters.zero.reach import Reach
+from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.events import Events
+from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.state.training_state import State
+from holdfast.checkpoint.usage.cleared_gradients import proven
+from holdfast.checkpoint.usage.replay_check import SelfCheck, why_not
+from holdfast.checkpoint.usage.user_frames import own
+
+
+class Unfit(BaseException):
+    """A version cannot be taken up where it was. No `except Exception` of the script must take it for an error of its own."""
+
+
+class KeptLoops:
+    """The thing that the loops of one script iterate over.
+
+    Args:
+        nest: what the text of the script told.
+        root: directory or URL of the checkpoints.
+        events: told `script_kept` and `script_refused`, with the reason.
+
+    Attributes:
+        back: whether values of a version are there to be taken.
+    """
+
+    def __init__(self, nest: Nest, root: str, events: Events | None = None) -> None:
+        self._nest, self._root = nest, root
+        self._events = events or Events()
+        self.back = False
+        self._values: tuple[Any, ...] = ()
+        self._owner = (os.getpid(), threading.get_ident())
+        self._run: _Run | None = None
+        self._begun = self._left = False
+        self._stack: list[Entry] = []
+        self._next: Entry | None = None
+        self._told: set[int] = set()
+
+    def leave(self) -> None:
+        """The script leaves a loop in good order, by `break` or `return`."""
+        if self._is_mine() and self._run is not None:
+            self._left = True
+            self._run.goes_on()
+
+    def take(self) -> tuple[Any, ...]:
+        """Returns the values of the version, once."""
+        self.back = False
+        values, self._values = self._values, ()
+        return values
+
+    def at(self, number: int) -> None:
+        """A loop is about to begin: what it goes over is not made yet."""
+        if not self._is_mine():
+            return
+        self._left = False
+        self._next = None
+        site, frame = self._nest.sites[number], sys._getframe(1)
+        if not self._begun:
+            self._begun = True
+            self._next = self._begin(site, frame)
+        elif self._run is not None and self._run.looks and self._stack:
+            self._next = self._enter(site, frame)
+        elif self._run is None and number not in self._told and self._told:
+            self._say_of(site, "another loop trained before it")
+
+    def __call__(self, number: int, iterable: Any) -> Any:
+        """Returns the items of a loop that are left."""
+        entry = self._next if self._is_mine() else None
+        self._next = None
+        if entry is None or entry.site.number != number or self._run is None:
+            return iterable
+        return self._turns(entry, Items(iterable), self._run)
+
+    def _is_mine(self) -> bool:
+        return self._owner == (os.getpid(), threading.get_ident())
+
+    def _say_of(self, site: Site, why: str) -> None:
+        if site.number not in self._told:
+            self._told.add(site.number)
+            say(f"the loop of line {site.line} is not kept, {why}: a restart makes it again from its first step")
+
+    def _begin(self, site: Site, frame: FrameType) -> Entry | None:
+        """Returns the outermost loop if all is kept; None, and a reason told, if anything is unsure on any rank."""
+        try:
+            group = collectives.ranks()
+        except UsageError as error:
+            say(str(error.what))
+            self._events.emit("script_refused", reason=str(error.what))
+            return None
+        found: Kept | str
+        entry = None
+        looker = None
+        try:
+            found, looker, entry = self._looked(site, frame)
+        except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
+            found = f"what it holds cannot be looked at: {type(error).__name__}: {error}"
+        if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
+            found = "the script has a Checkpointer of its own"
+        told = collectives.gather_json(group, found if isinstance(found, str) else "")
+        reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
+        if isinstance(found, str) or entry is None or looker is None or reasons:
+            self._events.emit("script_refused", reason=reasons[0])
+            if group.rank == 0:
+                say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+            return None
+        self._told.add(site.number)
+        self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events)
+        return entry
+
+    def _looked(self, site: Site, frame: FrameType) -> tuple[Kept | str, Looker | None, Entry | None]:
+        main: dict[str, Any] = frame.f_globals
+        mine = own(frame) if is_function(frame) else {}
+        hidden = site.sets - set(site.lives)
+        scope = {
+            name: value for name, value in {**main, **mine}.items() if name not in hidden and not name.startswith("__")
+        }
+        judge = Reach(sets=(), used=(), kept=())
+        found = collect(self._nest.used, scope, judge.is_of_user)
+        if isinstance(found, str):
+            return found, None, None
+        for name in site.carried:
+            if name not in scope:
+                return f"{name!r} is carried from one turn to the next and has no value before the loop", None, None
+        looker = Looker(self._nest, found.things, frame)
+        entry = looker.enter((), site, frame)
+        if entry.before.unsure:
+            (path, kind), *_ = entry.before.unsure
+            return f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next", None, None
+        if entry.before.unknown and (reason := _why_not_rehearsed(found.objects)):
+            return _unknown(entry, reason), None, None
+        entry.drawn = drawn()
+        return found, looker, entry
+
+    def _enter(self, site: Site, frame: FrameType) -> Entry | None:
+        """Returns a loop inside of others, if it is the one of its item that is kept."""
+        run, around = self._run, self._stack[-1]
+        assert run is not None
+        if not around.site.outer:
+            return None  # it belongs to a step
+        around.inner += 1
+        if around.inner > 1:
+            run.goes_on()
+            self._say_of(site, f"another loop trained before it in one turn of the loop of line {around.site.line}")
+            return None
+        return run.enter(self._stack, site, frame)
+
+    def _turns(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
+        entry.items = items
+        outermost = not self._stack
+        self._stack.append(entry)
+        try:
+            if outermost and not run.begin(self._adopt):
+                self._run = None
+                yield from _rest(items)
+                return
+            if entry.site.outer:
+                yield from self._outer(entry, items, run)
+            else:
+                yield from self._inner(entry, items, run)
+            if outermost:
+                self._left = True
+        except Exception as error:
+            run.fails(error)
+            raise
+        finally:
+            del self._stack[self._stack.index(entry) :]
+            if outermost and self._run is not None:
+                self._run = None
+                run.end(in_order=self._left)
+
+    def _adopt(self) -> None:
+        """This is the child that rehearses."""
+        self._owner = (os.getpid(), threading.get_ident())
+
+    def _outer(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
+        start = run.outer_begins(self._stack)
+        while True:
+            self._left = False
+            if start is None:
+                run.item_begins(self._stack)
+            try:
+                item = next(items)
+            except StopIteration:
+                run.goes_on()
+                return
+            entry.inner = 0
+            if start is not None:
+                self._give(given(entry.site.lives, start["carried"]))
+                start = None
+            yield item
+            entry.taken += 1
+
+    def _inner(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
+        version = run.inner_begins(self._stack)
+        while True:
+            self._left = False
+            before = run.count.steps
+            try:
+                item = next(items)
+            except StopIteration:
+                break
+            entry.taken += 1
+            if version is not None:
+                self._give(given(entry.site.lives, version["carried"]))
+                version = None
+            yield item
+            if run.count.steps != before:
+                run.made(self._stack)
+        run.inner_ends(again=version is not None)
+        if version is not None:
+            names = (*entry.site.lives, *entry.site.after)
+            if version["after"] is None:
+                run.unfit(f"the loop of line {entry.site.line} has ended, and what is read behind it was not saved")
+            self._give(given(names, version["carried"], version["after"]))
+
+    def _give(self, values: tuple[Any, ...]) -> None:
+        self._values, self.back = values, bool(values)
+
+
+class _Run:
+    """One run of a script's loops that is kept.
+
+    Args:
+        nest: the loops.
+        root: directory or URL of the checkpoints.
+        found: what is kept.
+        looker: looks at all of it.
+        outermost: the loop that began first.
+        group: the ranks.
+        events: told `script_kept` and `script_refused`.
+    """
+
+    def __init__(
+        self,
+        nest: Nest,
+        root: str,
+        found: Kept,
+        looker: Looker,
+        outermost: Entry,
+        group: collectives.Ranks,
+        events: Events,
+    ) -> None:
+        self._events = events
+        self._nest, self._root, self._looker, self._group = nest, root, looker, group
+        self._outermost = outermost
+        began = outermost.changes.began(nest.used, nest.bounds, inside=True) if nest.reads_files else {}
+        self._state = NestedState(nest, outermost, began, group)
+        self._state.events = events
+        self._state.stepped = _stepped(found)
+        self._objects = {**found.objects, "main_values": self._state}
+        self._checkpointer = Checkpointer(root, **self._objects)
+        events.emit("script_kept", root=root, objects=", ".join(sorted(found.objects)))
+        if group.rank == 0:
+            say(f"this script is kept in {root}: {', '.join(sorted(found.objects))}")
+        make = functools.partial(State, self._objects, rank=0, world_size=1)
+        self._checks = [SelfCheck(make, clock=nest.reads_clock) for _ in range(2 if outermost.site.outer else 1)]
+        self._child: SelfCheck | None = None
+        self.count = Count()
+        self._pending: dict[str, Any] | None = None
+        self._number = self._unsaved = -1
+        self._ended = False
+        self._cleared: dict[int, frozenset[int]] = {}
+
+    @property
+    def looks(self) -> bool:
+        """Tell whether anything of this run is, or may be, saved."""
+        return not self._ended
+
+    def begin(self, adopt: Any) -> bool:
+        """The outermost loop asks for its first item: goes to what was saved; False, and told why, if that cannot be.
+
+        Args:
+            adopt: called in the child that rehearses.
+        """
+        self._state.randomness = packed_randomness()
+        reason = _why_not_rehearsed(self._objects)
+        for check in self._checks:
+            if reason:
+                check.reason = reason
+                continue
+            check.begin(self._objects)
+            if check.child:
+                adopt()
+                self._parents, self._child, self._checks = (
+                    self._checks,
+                    check,
+                    [],
+                )  # their lines must not be collected here
+                check.taken()
+                self._pending = self._state.restored
+                assert self._pending is not None
+                put_randomness(self._pending["randomness"])
+                return True
+        self._state.rehearses(self._checks[0].reason)
+        try:
+            self._checkpointer.restore()
+        except MismatchError:
+            told = [reason for reason in collectives.gather_json(self._group, self._state.refused) if reason]
+            if not told:
+                raise
+            self._end_checks()
+            self._checkpointer.abandon()
+            self._ended = True
+            self.count.close()
+            self._events.emit("script_refused", reason=told[0])
+            if self._group.rank == 0:
+                say(
+                    f"this script is not kept, {told[0]}; it runs as it is written, and nothing of it is saved. To begin "
+                    f"anew with it, give another --checkpoint-dir, or remove {self._root}"
+                )
+            return False
+        if self._state.restored is not None and self._state.restored["position"]:
+            self._end_checks()  # the run that saved made them
+            self._pending = self._state.restored
+            self._state.randomness = self._pending["randomness"]
+            put_randomness(self._state.randomness)
+        return True
+
+    def goes_on(self) -> None:
+        """The script goes on to where only one that took up its version may be."""
+        if self._pending is not None:
+            self.unfit("the statements before the loop that was saved went another way")
+
+    def unfit(self, reason: str) -> None:
+        """Raises that the version cannot be taken up.
+
+        Raises:
+            Unfit: always.
+        """
+        if self._child is not None:
+            self._child.refused(reason)
+        self._end_checks()
+        self._ended = True
+        self.count.close()
+        self._checkpointer.abandon()
+        raise Unfit(reason)
+
+    def enter(self, entries: Sequence[Entry], site: Site, frame: FrameType) -> Entry | None:
+        """Returns a loop that begins inside of others; None if nothing is saved any more."""
+        try:
+            entry = self._looker.enter(entries, site, frame)
+        except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
+            self._give_up(f"what it holds cannot be looked at: {type(error).__name__}: {error}")
+            return None
+        changed = entry.changes.between_fixed(self._looker.look([*entries, entry]))
+        if changed and self._pending is not None:
+            self.unfit(changed)
+        self._state.doubt(changed)
+        if entry.before.unknown and self._checks and self._checks[0].reason:
+            self._state.doubt(_unknown(entry, self._checks[0].reason))
+        entry.drawn = drawn()
+        return None if self._stopped() else entry
+
+    def outer_begins(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
+        """Returns what the item began with that was saved, with everything as it was then; None without a version."""
+        if self._pending is None:
+            return None
+        *_, entry = entries
+        depth = len(entries) - 1
+        if len(self._pending["position"]) <= depth + 1:
+            self.unfit(f"the loop of line {entry.site.line} runs inside of others otherwise than in the run that saved")
+        self._goes_to(entry, depth)
+        start: dict[str, Any] = self._pending["starts"][depth]
+        assert entry.items is not None
+        if entry.items.digest() != start["digest"]:
+            self.unfit(f"the items of the loop of line {entry.site.line} are others than in the run that saved")
+        try:
+            put(self._looker.look(entries), start["rows"], start["gone"])
+        except KeyError as error:
+            self.unfit(f"{error} was carried by the run that saved, and has no place now")
+        put_randomness(start["rng"])
+        entry.start = start
+        return start
+
+    def item_begins(self, entries: Sequence[Entry]) -> None:
+        """An outer loop asks for its next item."""
+        self.goes_on()
+        if not self._ended:
+            entries[-1].start = self._state.start_of(entries)
+            self._stopped()
+
+    def inner_begins(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
+        """Returns the version that was taken up, if there is one."""
+        *_, entry = entries
+        names = entry.names()
+        self._cleared[entry.site.number] = proven(
+            entry.site.gradients, functools.partial(_resolved, names, entry.site), self._state.stepped
+        )
+        if self._pending is None:
+            return None
+        version, depth = self._pending, len(entries) - 1
+        saved = version["position"]
+        if len(saved) != depth + 1:
+            self.unfit(f"the loop of line {entry.site.line} runs inside of others otherwise than in the run that saved")
+        made = saved[depth][3]
+        if depth and (path := _first_difference(made, entry.made)):
+            self.unfit(
+                f"{path!r} was made before the loop of line {entry.site.line}, and is not what it was in the run that saved"
+            )
+        if depth and saved[depth][4] != entry.drawn:
+            self.unfit(
+                f"random numbers before the loop of line {entry.site.line} are others than in the run that saved"
+            )
+        self._goes_to(entry, depth)
+        assert entry.items is not None
+        if entry.items.digest() != saved[depth][5]:
+            self.unfit(f"the items of the loop of line {entry.site.line} are others than in the run that saved")
+        self._take_over(entries, version)
+        if entry.items.told:
+            say(f"the loop of line {entry.site.line}: {entry.items.told}")
+        self._pending = None
+        self._number = version["number"]
+        return version
+
+    def _goes_to(self, entry: Entry, depth: int) -> None:
+        assert self._pending is not None
+        assert entry.items is not None
+        number, taken, shape = self._pending["position"][depth][:3]
+        if number != entry.site.number or list(shape) != entry.items.shape:
+            self.unfit(f"the loop of line {entry.site.line} is not the one that was saved, or goes over something else")
+        if entry.items.refused:
+            self.unfit(f"the loop of line {entry.site.line} cannot be taken up: {entry.items.refused}")
+        try:
+            entry.items.skip(taken)
+        except StopIteration:
+            self.unfit(f"the loop of line {entry.site.line} has fewer items than in the run that saved")
+        entry.taken = taken
+
+    def _take_over(self, entries: Sequence[Entry], version: dict[str, Any]) -> None:
+        """Everything as the version has it, and compared with it."""
+        *_, entry = entries
+        self._state.placing = self._looker.look(entries)
+        try:
+            if self._child is not None:
+                self._child.take_again()
+            else:
+                self._checkpointer.restore()
+        except KeyError as error:
+            self.unfit(f"{error} was carried by the run that saved, and has no place now")
+        self._state.placing = None
+        changed = entry.changes.now()
+        path = differing(version["rows"], changed)
+        if changed.reason or path:
+            self.unfit(changed.reason or f"{path!r} is not what it was in the run that saved")
+
+    def made(self, entries: Sequence[Entry]) -> None:
+        """An optimizer has stepped in the item that is done."""
+        self._unsaved = -1
+        if self._ended:
+            return
+        *_, entry = entries
+        number = self._number + 1
+        if not self._state.note(entries, number, self._cleared.get(entry.site.number, frozenset())):
+            if self._child is None:
+                say(f"the last step of the loop of line {entry.site.line} is made again after a failure behind it")
+            return
+        self._number = number
+        if self._child is not None:
+            self._child.told({})
+            return
+        for index, check in enumerate(self._checks):
+            if index == 0 or entries[0].taken:
+                self._state.doubt(differs(check.made(number, {})))
+        self._state.rehearses(self._checks[0].reason if self._checks else "")
+        if self._stopped():
+            return
+        if any(check.pending for index, check in enumerate(self._checks) if index == 0 or entries[0].taken):
+            self._unsaved = number
+        else:
+            self._checkpointer.step(number)
+
+    def inner_ends(self, *, again: bool) -> None:
+        """An innermost loop has no more items; everything is as behind its last step."""
+        if self._unsaved >= 0 and not self._ended:
+            self._checkpointer.step(self._unsaved)
+        elif again and self._child is None:
+            self._checkpointer.save(self._number, "durable")  # it may lie in memory alone
+        self._unsaved = -1
+
+    def _stopped(self) -> bool:
+        """Tell whether nothing is saved any more; ends all that is open if so."""
+        if self._state.unsure and self._state.alone and not self._ended:
+            if self._child is not None:
+                self._child.refused(self._state.unsure)
+            self._give_up("")
+        return self._ended
+
+    def _give_up(self, reason: str) -> None:
+        self._state.doubt(reason)
+        if not self._state.alone:
+            return
+        self._ended = True
+        self._end_checks()
+        self.count.close()
+        close(self._checkpointer)  # what was saved before that is right
+
+    def fails(self, error: Exception) -> None:
+        """An error of ours, or of the items: the child that rehearses tells it."""
+        if self._child is not None:
+            self._child.refused(f"{type(error).__name__}: {error}")
+
+    def end(self, *, in_order: bool) -> None:
+        """The outermost loop is left."""
+        if self._child is not None:
+            os._exit(0)  # nothing more of the script runs here
+        if self._ended:
+            return
+        self._ended = True
+        self._end_checks()
+        self.count.close()
+        if in_order:
+            close(self._checkpointer)
+        else:  # left by an error: what was saved counts
+            self._checkpointer.__exit__(UsageError, None, None)
+
+    def _end_checks(self) -> None:
+        for check in self._checks:
+            check.end()
+
+
+def _why_not_rehearsed(objects: dict[str, Any]) -> str:
+    if multiprocessing.active_children():
+        return "the script has processes of its own, which do not survive a fork"
+    return why_not(objects)
+
+
+def _unknown(entry: Entry, reason: str) -> str:
+    (path, kind), *_ = entry.before.unknown
+    return (
+        f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next, and the first steps are not rehearsed: "
+        f"{reason}"
+    )
+
+
+def _first_difference(saved: dict[str, str], now: dict[str, str]) -> str:
+    return next((path for path in (*saved, *now) if saved.get(path) != now.get(path)), "")
+
+
+def _resolved(names: dict[str, Any], site: Site, path: str) -> Any:
+    """Returns what a path means where a loop stands; None if nobody knows, or if the loop sets it."""
+    name, *attributes = path.split(".")
+    thing = None if name in site.sets else names.get(name)
+    for attribute in attributes:
+        held = getattr(thing, "__dict__", {})
+        thing = held.get(attribute, held.get("_modules", {}).get(attribute))
+    return thing
+
+
+def _stepped(found: Kept) -> list[torch.Tensor]:
+    optimizers = found.objects["optimizer"]
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _rest(items: Items) -> Iterator[Any]:
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        yield item

@@ -1,0 +1,158 @@
+"""Everything that loops use, sorted as `objects.py` does, and looked for inside of the script's own objects too.
+
+Kept: all optimizers, the modules that hold their parameters, and what else hands out its state, wherever a name that a loop
+reads leads to it: through attributes of the script's objects, lists, dicts. What cannot be sorted is refused by its path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from holdfast.adapters.zero.objects import Kept, never_changes
+from holdfast.adapters.zero.reach import is_plain, is_progress_bar
+from holdfast.checkpoint.state.stateful import Stateful
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_MODULE_KEYS = frozenset(vars(nn.Module()))
+MAX_DEPTH = 5
+
+
+def collect(used: Iterable[str], scope: Mapping[str, Any], is_of_user: Callable[[Any], bool]) -> Kept | str:
+    """Returns what to keep, or what is in the way.
+
+    Args:
+        used: names that loops read.
+        scope: what names mean where the outermost loop begins.
+        is_of_user: tells whether the class of an object is the user's.
+    """
+    found = _Found(is_of_user)
+    for name in sorted(set(used) & scope.keys()):
+        found.visit(name, scope[name], top=True)
+    if found.reason:
+        return found.reason
+    if not found.optimizers:  # stepped through something else: a function, a class
+        for name, value in scope.items():
+            found.visit(name, value, judge=False)
+    if not found.optimizers:
+        return "no optimizer was found"
+    stepped = [
+        p for optimizer in found.optimizers.values() for group in optimizer.param_groups for p in group["params"]
+    ]
+    for name, value in scope.items():
+        if isinstance(value, nn.Module) and any(part is p for part in value.parameters() for p in stepped[:1]):
+            found.visit(name, value, judge=False)
+    modules = _outermost(found.modules)
+    owned = {id(p) for module in modules for p in module.parameters()}
+    if not stepped or any(id(p) not in owned for p in stepped):
+        return "an optimizer steps parameters of no module that the loops use"
+    optimizers = list(found.optimizers.values())
+    found.kept.objects["model"] = modules[0] if len(modules) == 1 else modules
+    found.kept.objects["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
+    return found.kept
+
+
+def _outermost(modules: Mapping[int, nn.Module]) -> list[nn.Module]:
+    """Returns the modules that lie in no other one."""
+    inside = {id(part) for module in modules.values() for part in module.modules() if part is not module}
+    return [module for number, module in modules.items() if number not in inside]
+
+
+class _Found:
+    """One search."""
+
+    def __init__(self, is_of_user: Callable[[Any], bool]) -> None:
+        self._is_of_user = is_of_user
+        self._seen: dict[int, Any] = {}
+        self.kept = Kept()
+        self.modules: dict[int, nn.Module] = {}
+        self.optimizers: dict[int, Optimizer] = {}
+        self.reason = ""
+
+    def visit(self, path: str, value: Any, depth: int = 0, *, top: bool = False, judge: bool = True) -> None:
+        """Sorts one value.
+
+        Args:
+            path: how the script comes to it.
+            value: what it is.
+            depth: how many objects it lies in.
+            top: whether it has a name of its own.
+            judge: whether what cannot be sorted is told.
+        """
+        if id(value) in self._seen or is_plain(value) or depth > MAX_DEPTH:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self.modules[id(value)] = value
+            for name, part in value.named_modules():
+                self._parts(f"{path}.{name}" if name else path, _own(part), depth, judge=False)
+        elif isinstance(value, Optimizer):
+            self.optimizers[id(value)] = value
+        elif isinstance(value, torch.Tensor):
+            self._tensor(path, value, top=top and judge, judge=judge)
+        elif isinstance(value, Stateful) and not isinstance(value, type):
+            self._stateful(path, value, depth, judge=judge)
+        elif isinstance(value, _CONTAINERS):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            self._parts(path, ((f"[{key!r}]", part) for key, part in parts), depth, judge=judge)
+        elif isinstance(value, _NAMESPACES) or (self._is_of_user(value) and not _is_code(value)):
+            if judge and hasattr(value, "__next__"):
+                self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
+            self._parts(path, _attributes(value), depth, judge=judge)
+        elif judge and not never_changes(value) and not is_progress_bar(value):
+            self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
+
+    def _parts(self, path: str, parts: Iterable[tuple[str, Any]], depth: int, *, judge: bool) -> None:
+        for name, part in parts:
+            self.visit(f"{path}{name}", part, depth + 1, judge=judge)
+
+    def _stateful(self, path: str, value: Any, depth: int, *, judge: bool) -> None:
+        if isinstance(value, DataLoader):
+            if judge:
+                self._refuse(f"{path!r}, a {_kind(value)}, has a place of its own in the data")
+            return
+        self._keep(path, value)
+        if self._is_of_user(value):
+            self._parts(path, _attributes(value), depth, judge=False)
+
+    def _tensor(self, path: str, value: torch.Tensor, *, top: bool, judge: bool) -> None:
+        if judge and value.requires_grad and value.is_leaf:
+            self._refuse(f"{path!r} is a tensor with a gradient outside of a module")
+        elif top:
+            self._keep(path, {"tensor": value})
+
+    def _keep(self, path: str, value: Any) -> None:
+        name = "main_" + re.sub(r"\W+", "_", path).strip("_")
+        while name in self.kept.objects:
+            name += "_"
+        self.kept.objects[name] = value
+
+    def _refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from ((f".{name}", part) for name, part in list(getattr(value, "__dict__", {}).items()))
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of a module that torch does not know: lists of layers, an optimizer."""
+    yield from ((f".{name}", part) for name, part in list(vars(module).items()) if name not in _MODULE_KEYS)
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, type | types.FunctionType | types.MethodType | types.ModuleType)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__qualname__

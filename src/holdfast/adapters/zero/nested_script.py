@@ -1,0 +1,342 @@
+"""Finds the training loops of a script that lie inside each other or go over batches, and writes the lines into it.
+
+    for epoch in range(3):                __holdfast_kept__.at(0)
+        train(model, loader)              for epoch in __holdfast_kept__(0, range(3)):
+                                              if __holdfast_kept__.back: (best,) = __holdfast_kept__.take()
+    def train(model, loader):                 train(model, loader)
+        for batch in loader:                  ...
+            ...                           in train: __holdfast_kept__.at(1); for batch in __holdfast_kept__(1, loader): ...
+
+Pure: text in, a tree with its loops or a reason out. A loop trains if in it, or in functions and methods of the script that it
+reaches, there is a call of `backward` and one of `step`. One that reaches another such loop is an outer one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.adapters.zero.script import (
+    HOOK,
+    ITSELF,
+    NO_LOOP,
+    READS,
+    Leaving,
+    imported,
+    lines_of,
+    only_members,
+    only_numbers,
+    read_by_text,
+)
+from holdfast.checkpoint.usage.cleared_gradients import Event, read
+from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
+
+_Place = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One loop that trains.
+
+    Attributes:
+        number: its place among the loops of the script.
+        line: where it stands.
+        outer: whether another loop that trains runs inside of it.
+        carried: names that surely live from one turn to the next.
+        loose: names that may do so: on a way that the text leaves open.
+        after: names that every turn sets and that are read outside of the loop.
+        numbers: those of them of which only the number is asked for.
+        sets: names that the loop sets.
+        dead: of an outer loop: names whose values nobody reads any more while an inner loop runs.
+        gradients: what every turn clears and reads of gradients, in order.
+    """
+
+    number: int
+    line: int
+    outer: bool
+    carried: tuple[str, ...]
+    loose: tuple[str, ...]
+    after: tuple[str, ...]
+    numbers: frozenset[str]
+    sets: frozenset[str]
+    dead: frozenset[str]
+    gradients: tuple[Event, ...]
+
+    @property
+    def lives(self) -> tuple[str, ...]:
+        """Lists the names that are taken over by the first turn after a restart."""
+        return (*self.carried, *self.loose)
+
+
+@dataclass(frozen=True, slots=True)
+class Nest:
+    """A script with loops that can be kept, as far as its text tells.
+
+    Attributes:
+        tree: the script with the lines.
+        sites: its loops that train.
+        used: names that the loops, or any function of the script, read.
+        members: names of which nothing is asked but what they contain.
+        pops: whether something is popped that may be a set.
+        reads_clock: whether the script reads a clock.
+        reads_files: whether the script calls something that may have it go on from a file of its own.
+        bounds: names and attributes that say how far loops count.
+        lines: attribute or name -> the first line that stores to it or calls a method of it.
+    """
+
+    tree: ast.Module
+    sites: tuple[Site, ...]
+    used: frozenset[str]
+    members: frozenset[str]
+    pops: bool
+    reads_clock: bool
+    reads_files: bool
+    bounds: frozenset[str]
+    lines: tuple[tuple[str, int], ...]
+
+
+def find_nested(source: str) -> Nest | str:
+    """Returns the loops, or why there are none that can be kept.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    tree = ast.parse(source)
+    if any(name.split(".")[0] == "holdfast" for name in imported(tree)):
+        return ITSELF
+    calls = _Calls(tree)
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and calls.trains(node)]
+    loops.sort(key=lambda loop: (loop.lineno, loop.col_offset))
+    if not loops:
+        return NO_LOOP
+    for loop in loops:
+        if reason := _why_not(tree, loop):
+            return reason
+    known = Functions(tree)
+    inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
+    kept = [loop for loop in loops if isinstance(loop, ast.For)]
+    sites = [_site(tree, calls, known, number, loop, inner[number]) for number, loop in enumerate(kept)]
+    words = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
+    lines: dict[str, int] = {}
+    for loop in kept:
+        for name, line in lines_of(loop, functions).items():
+            lines.setdefault(name, line)
+    used = {name for part in (*kept, *functions) for name in loaded([part])}
+    heads = [node for loop in kept for node in ast.walk(loop.iter)]
+    bounds = {ast.unparse(node) for node in heads if isinstance(node, ast.Attribute | ast.Name)}
+    members = frozenset(only_members(tree))
+    pops = any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree))
+    for loop, site in zip(kept, sites, strict=True):
+        _rewrite(tree, loop, site)
+    ast.fix_missing_locations(tree)
+    return Nest(
+        tree,
+        tuple(sites),
+        used=frozenset(used - {HOOK}),
+        members=members,
+        pops=pops,
+        reads_clock=bool(words & CLOCKS),
+        reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
+        bounds=frozenset(bounds),
+        lines=tuple(sorted(lines.items())),
+    )
+
+
+def _why_not(tree: ast.Module, loop: ast.For | ast.While) -> str:
+    """Returns what is in the way of a loop; empty if nothing is."""
+    if isinstance(loop, ast.While):
+        return f"the loop of line {loop.lineno} does not go over something: for ... in ..."
+    if loop.orelse:
+        return f"the loop of line {loop.lineno} has an else"
+    if not all(isinstance(node, ast.Name) for node in _targets(loop.target)):
+        return f"the loop of line {loop.lineno} does not set plain names"
+    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(_scope_of(tree, loop))):
+        return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
+    return ""
+
+
+def _targets(node: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Tuple | ast.List):
+        for part in node.elts:
+            yield from _targets(part)
+    elif isinstance(node, ast.Starred):
+        yield from _targets(node.value)
+    else:
+        yield node
+
+
+def _scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
+    found: Scope = tree
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and any(inner is loop for inner in ast.walk(node)):
+            found = node  # ast.walk goes from the outside in
+    return found
+
+
+class _Calls:
+    """Finds what code of the script reaches: by name, as a method, as a function that is handed on.
+
+    Attributes:
+        functions, methods: of the script, by name.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.methods: dict[str, list[ast.AST]] = {}
+        self.functions: dict[str, list[ast.AST]] = {}
+        inside: set[int] = set()
+        for kind in ast.walk(tree):
+            if isinstance(kind, ast.ClassDef):
+                own_methods = [part for part in kind.body if isinstance(part, Function)]
+                inside.update(map(id, own_methods))
+                for part in own_methods:
+                    self.methods.setdefault(part.name, []).append(part)
+                self.functions[kind.name] = [part for part in own_methods if part.name == "__init__"]
+        for node in ast.walk(tree):
+            if isinstance(node, Function) and id(node) not in inside:
+                self.functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        self.functions.setdefault(target.id, []).append(node.value)
+        self._found: dict[int, list[ast.AST]] = {}
+
+    def nodes(self, parts: Sequence[ast.AST]) -> list[ast.AST]:
+        """Returns all nodes of these parts, and of what they reach."""
+        found: list[ast.AST] = []
+        seen: set[int] = set()
+        waiting = list(parts)
+        while waiting:
+            part = waiting.pop()
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            for node in ast.walk(part):
+                found.append(node)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                    waiting += self.functions.get(node.id, [])
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                    waiting += self.methods.get(node.attr, [])
+        return found
+
+    def inside(self, loop: ast.For | ast.While) -> list[ast.AST]:
+        """Returns all nodes that the body of a loop reaches."""
+        if id(loop) not in self._found:
+            self._found[id(loop)] = self.nodes(loop.body)
+        return self._found[id(loop)]
+
+    def trains(self, loop: ast.For | ast.While) -> bool:
+        """Tell whether gradients are computed and applied in a loop."""
+        called = {
+            node.func.attr
+            for node in self.inside(loop)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        }
+        return {"backward", "step"} <= called
+
+    def reaches(self, loop: ast.For | ast.While, other: ast.AST) -> bool:
+        """Tell whether one loop runs inside of another."""
+        return any(node is other for node in self.inside(loop))
+
+    def leads(self, statement: ast.stmt, to: Sequence[ast.AST]) -> bool:
+        """Tell whether a statement runs one of these loops."""
+        return any(node is loop for node in self.nodes([statement]) for loop in to)
+
+
+def _site(
+    tree: ast.Module,
+    calls: _Calls,
+    known: Functions,
+    number: int,
+    loop: ast.For,
+    inner: Sequence[ast.For | ast.While],
+) -> Site:
+    scope = _scope_of(tree, loop)
+    targets = stored([loop.target])
+    sets = stored(loop.body) | targets
+    outside = loaded(scope.body, without=loop) | {
+        name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
+    }
+    ambient = (known.ambient - targets) | read_by_text(tree, loop)
+    must = _carried(loop, Reader(targets, known, runs=True), sets, outside, ambient)
+    may = _carried(loop, Reader(targets, known), sets, outside, ambient)
+    gradients = () if inner else read(loop.body, calls.functions, calls.methods)
+    after = (sets & outside) - may
+    before = _set_before(loop, _place_of(loop.body, calls, inner)) if inner else set()
+    return Site(
+        number,
+        loop.lineno,
+        outer=bool(inner),
+        carried=tuple(sorted(must)),
+        loose=tuple(sorted(may - must)),
+        after=tuple(sorted(after)),
+        numbers=frozenset(name for name in after if only_numbers(scope, loop, name)),
+        sets=frozenset(sets),
+        dead=frozenset(sets - before - may - targets) if inner else frozenset(sets),
+        gradients=gradients,
+    )
+
+
+def _carried(loop: ast.For, reader: Reader, sets: set[str], outside: set[str], ambient: set[str]) -> set[str]:
+    done = reader.body(loop.body)
+    targets = stored([loop.target])
+    return ((reader.early | ambient) & (sets - targets)) | ((sets - done) & outside)
+
+
+def _place_of(body: Sequence[ast.stmt], calls: _Calls, inner: Sequence[ast.AST]) -> _Place:
+    """Returns where the first inner loop begins to run."""
+    for statement in body:
+        if not calls.leads(statement, inner):
+            continue
+        if any(statement is loop for loop in inner):
+            break
+        blocks = [getattr(statement, name, None) or [] for name in ("body", "orelse", "finalbody")]
+        blocks += [handler.body for handler in getattr(statement, "handlers", ())]
+        for block in blocks:
+            if any(calls.leads(part, inner) for part in block):
+                return _place_of(block, calls, inner)
+        break
+    return statement.lineno, statement.col_offset
+
+
+def _set_before(loop: ast.For, place: _Place) -> set[str]:
+    nodes = [
+        node
+        for node in ast.walk(loop)
+        if isinstance(node, ast.stmt | ast.expr) and (node.lineno, node.col_offset) < place
+    ]
+    # A statement that began before the inner loop may go on behind it.
+    whole = [node for node in nodes if (node.end_lineno or 0, node.end_col_offset or 0) <= place]
+    return stored(whole) | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def _rewrite(tree: ast.Module, loop: ast.For, site: Site) -> None:
+    loop.iter = ast.Call(ast.Name(HOOK, ast.Load()), [ast.Constant(site.number), loop.iter], [])
+    loop.body = [new for statement in loop.body for new in Leaving.of(statement)]
+    if site.lives:
+        loop.body[:0] = _lines(f"if {HOOK}.back:\n    {', '.join(site.lives)}, = {HOOK}.take()", loop)
+    names = [*site.lives, *site.after]
+    behind = (
+        _lines(f"if {HOOK}.back:\n    {', '.join(names)}, = {HOOK}.take()", loop) if names and not site.outer else []
+    )
+    for node in ast.walk(tree):
+        for _, block in ast.iter_fields(node):
+            if isinstance(block, list) and any(part is loop for part in block):
+                place = next(index for index, part in enumerate(block) if part is loop)
+                block[place + 1 : place + 1] = behind
+                block[place:place] = _lines(f"{HOOK}.at({site.number})", loop)
+                return
+
+
+def _lines(text: str, loop: ast.For) -> list[ast.stmt]:
+    lines = ast.parse(text).body
+    for line in lines:
+        for node in ast.walk(line):
+            if hasattr(node, "lineno"):
+                ast.copy_location(node, loop)
+    return lines

@@ -1,0 +1,310 @@
+"""The position in loops that lie inside each other, and all that is carried, as an object with a state.
+
+A version says, of every loop that ran: which one, what it went over, how many items were taken; of each outer one besides, what
+its item began with (`start`): random numbers, and what differed from the beginning. A restart begins the item of the outer loop
+again with that, runs the statements up to the inner loop, and then takes over what the version holds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.adapters.zero.changes import Changed
+from holdfast.adapters.zero.loop import UNKEPT, packed, say, unpacked
+from holdfast.adapters.zero.nested_look import Entry, Lost
+from holdfast.adapters.zero.nested_script import Nest, Site
+from holdfast.adapters.zero.reach import Look, has_set, is_plain
+from holdfast.base.errors import MismatchError
+from holdfast.base.events import Events
+from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.entries.sharding import local_of
+from holdfast.checkpoint.job import collectives
+from holdfast.tiers.format import values as value_codec
+
+_KEYS = {"position", "starts", "rows", "gone", "carried", "unsure", "began", "number"}
+
+
+class NestedState:
+    """Holds what a version has besides the objects.
+
+    Args:
+        nest: the loops of the script.
+        outermost: the one that began first.
+        began: numbers and texts that the loops read, as they were then.
+        group: the ranks.
+
+    Attributes:
+        restored: the version that was loaded; None if there is none.
+        refused: why a version was not taken.
+        unsure: why no version of this run can be right any more.
+        alone: whether this rank is the job.
+        stepped: the parameters that the optimizers step.
+        randomness: that the outermost loop began with.
+        events: told why no version can be right any more.
+        placing: the look whose values and owners take what a version carries; None: it is only noted.
+    """
+
+    def __init__(self, nest: Nest, outermost: Entry, began: dict[str, str], group: collectives.Ranks) -> None:
+        self._nest, self._outermost, self._began = nest, outermost, began
+        self._rank, self.alone = group.rank, group.world_size == 1
+        self.restored: dict[str, Any] | None = None
+        self.refused = self.unsure = self.unrehearsed = ""
+        self.stepped: Sequence[torch.Tensor] = ()
+        self.placing: Look | None = None
+        self.randomness: dict[str, Any] = {}
+        self.events = Events()
+        self._noted: dict[str, Any] = {
+            "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
+            "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {},
+        }  # fmt: skip
+
+    def note(self, entries: Sequence[Entry], number: int, cleared: frozenset[int]) -> bool:
+        """Takes everything as it is now, behind a step of the innermost loop; False: this step must be in no version.
+
+        Args:
+            entries: the loops that run.
+            number: of the step.
+            cleared: parameters whose gradients every step surely clears before it reads them.
+        """
+        *_, inner = entries
+        names = inner.names()
+        items = inner.items
+        assert items is not None
+        after: dict[str, Any] | None = {}
+        if items.size is None or inner.taken >= items.size:
+            after = self._after(inner.site, names)
+            if after is None and items.size is not None:
+                return False
+            if after is None:
+                self.doubt(
+                    f"the loop of line {inner.site.line} may end at any step, and what is read behind it cannot be carried"
+                )
+        changed = inner.changes.now()
+        carried, lost = self.living(inner.site, names)
+        self.doubt(changed.reason or self._why_unsure(carried, cleared) or self._of_items(entries))
+        self._noted = {
+            "range": [],
+            "position": [_place(entry) for entry in entries],
+            "starts": [entry.start for entry in entries[:-1]],
+            "rows": changed.rows,
+            "gone": changed.gone,
+            "carried": carried,
+            "lost": lost,
+            "after": after,
+            "unsure": self.unsure,
+            "began": self._began,
+            "number": number,
+            "entry": self._outermost.drawn,
+            "randomness": self.randomness,
+        }
+        return True
+
+    def start_of(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """Returns what is there as an item of an outer loop begins."""
+        *_, entry = entries
+        changed = entry.changes.now()
+        carried, lost = self.living(entry.site, entry.names())
+        self.doubt(changed.reason)
+        assert entry.items is not None
+        return {
+            "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "rng": packed_randomness(),
+            "digest": entry.items.digest(),
+        }  # fmt: skip
+
+    def living(self, site: Site, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Returns the names that live from turn to turn and can be carried, and those that may live and cannot be."""
+        carried: dict[str, Any] = {}
+        lost: list[str] = []
+        for name in site.lives:
+            if name in names and is_plain(names[name]):
+                carried[name] = names[name]
+            elif name in site.loose:
+                lost.append(name)
+            else:
+                what = f"a {type(names[name]).__qualname__}" if name in names else "without a value"
+                self.doubt(f"{name!r}, {what}, is carried from one turn of the loop of line {site.line} to the next")
+        for name, value in carried.items():
+            if has_set(value) and name not in self._nest.members:
+                self.doubt(
+                    f"{name!r}, a set or with one in it, is carried from one turn to the next, and its order cannot be"
+                )
+        return carried, lost
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was noted last."""
+        return self._noted
+
+    def holdfast_accepts(self, state: Any) -> None:
+        """Looks at a version before anything of it is loaded.
+
+        Raises:
+            MismatchError: it is not of these loops, or cannot be right.
+        """
+        self.refused = self._why_not(state) if isinstance(state, dict) else ""
+        if self.refused:
+            raise MismatchError(self.refused, where=f"the loop of line {self._outermost.site.line}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Notes the version; its plain values are put in place where the innermost loop begins."""
+        self._noted = self.restored = state
+        if self.placing is not None:
+            put(self.placing, state["rows"], state["gone"])
+
+    def doubt(self, reason: str) -> None:
+        """Says a reason why no version of this run can be right any more, once; nothing if it is empty."""
+        if reason and not self.unsure:
+            self.unsure = reason
+            self.events.emit("script_refused", reason=reason)
+            who = "" if self.alone else f"rank {self._rank}: "
+            say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
+
+    def rehearses(self, reason: str) -> None:
+        """Says once why the first steps are not rehearsed; nothing if it is empty."""
+        if reason and not self.unrehearsed:
+            self.unrehearsed = reason
+            if self._rank == 0:
+                say(
+                    f"warning: the first steps are not rehearsed, {reason}; state that holdfast cannot see would not be missed"
+                )
+
+    def _after(self, site: Site, names: Mapping[str, Any]) -> dict[str, Any] | None:
+        found: dict[str, Any] = {}
+        for name in site.after:
+            value = packed(names.get(name, self), number=name in site.numbers)
+            if value is None:
+                return None
+            found[name] = value
+        return found
+
+    def _why_unsure(self, carried: Mapping[str, Any], cleared: frozenset[int]) -> str:
+        try:
+            value_codec.encode(dict(carried))
+        except Exception as error:  # noqa: BLE001 - values of other people
+            return f"what lives from one step to the next cannot be carried: {error}"
+        for parameter in self.stepped:
+            if (
+                id(parameter) not in cleared
+                and parameter.grad is not None
+                and bool(local_of(parameter.grad).count_nonzero())
+            ):
+                return "gradients live from one step to the next"
+        return ""
+
+    def _of_items(self, entries: Sequence[Entry]) -> str:
+        for entry in entries:
+            if entry.items is not None and (why := entry.items.refused or entry.items.doubt):
+                return f"the loop of line {entry.site.line} cannot be taken up: {why}"
+        return ""
+
+    def _why_not(self, state: Mapping[str, Any]) -> str:
+        """Returns why a version does not fit; empty if it does."""
+        if not state.keys() >= _KEYS:
+            return "what was saved is of another release of holdfast, or of another shape of the script"
+        if state["unsure"]:
+            return f"the run that saved was not sure of it: {state['unsure']}"
+        if not state["position"]:
+            return ""
+        (number, _, shape), entry = state["position"][0][:3], self._outermost
+        assert entry.items is not None
+        if number != entry.site.number:
+            return f"its loop of line {entry.site.line} began first, and in the run that saved it was another one"
+        if list(shape) != entry.items.shape:
+            return (
+                f"the loop of line {entry.site.line} goes over {_shown(entry.items.shape)}, and the one that was saved went over "
+                f"{_shown(shape)}: the script may have gone on from a file of its own"
+            )
+        if entry.items.begun and state["entry"] != entry.drawn:
+            return "its random numbers are others than in the run that saved, and its loader has drawn from them: seed them"
+        taken, size = state["position"][0][1], entry.items.size
+        if size is not None and (taken >= size if entry.site.outer else taken > size):
+            return f"{taken} items of the loop of line {entry.site.line} were done, and there are {size}"
+        for path, token in state["began"].items() if self._nest.reads_files else ():
+            if self._began.get(path, token) != token:
+                return (
+                    f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
+                    f"have gone on from a file of its own"
+                )
+        return ""
+
+
+def _place(entry: Entry) -> list[Any]:
+    assert entry.items is not None
+    return [entry.site.number, entry.taken, entry.items.shape, entry.made, entry.drawn, entry.items.digest()]
+
+
+def _shown(shape: Sequence[Any]) -> str:
+    return " ".join(map(str, shape))
+
+
+def given(names: Sequence[str], carried: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+    """Returns the values of these names, in order; what was lost tells so when it is used."""
+    found = {**carried, **{name: unpacked(value) for name, value in (after or {}).items()}}
+    return tuple(found[name] if name in found else Lost(name) for name in names)
+
+
+def put(look: Look, rows: Sequence[Sequence[Any]], gone: Sequence[Sequence[Any]]) -> None:
+    """Sets plain values as a version has them.
+
+    Raises:
+        KeyError: there is no place for one.
+    """
+    for path, owner, key, value in rows:
+        leaf = look.leaves.get(path)
+        if leaf is not None:
+            leaf.put(value)
+        else:
+            look.owners[owner].put(key, value)
+    for path, owner, key in gone:
+        if path in look.leaves:
+            look.owners[owner].drop(key)
+
+
+def differing(saved: Sequence[Sequence[Any]], now: Changed) -> str:
+    """Returns the path of a value that is not as it was saved; empty if all are."""
+    there = {row[0]: value_codec.encode(row[3]) for row in saved}
+    here = {row[0]: value_codec.encode(row[3]) for row in now.rows}
+    return next((path for path in (*there, *here) if there.get(path) != here.get(path)), "")
+
+
+def packed_randomness() -> dict[str, Any]:
+    """Returns the states of the generators of random numbers of the process, as plain values."""
+    packed_state: dict[str, Any] = _pack(ProcessRandomness().state_dict())
+    return packed_state
+
+
+def put_randomness(state: Mapping[str, Any]) -> None:
+    """Goes on with random numbers as they were packed."""
+    ProcessRandomness().load_state_dict(_unpack(state))
+
+
+def drawn() -> str:
+    """Returns a token of the generators of random numbers of the process."""
+    return xxhash.xxh3_64_hexdigest(value_codec.encode([packed_randomness(), list(random.getstate()[1][-1:])]))
+
+
+def _pack(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        data = tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {"tensor": data, "dtype": str(tree.dtype).removeprefix("torch.")}
+    if hasattr(tree, "tobytes") and hasattr(tree, "dtype") and getattr(tree, "shape", ()) != ():
+        return {"array": tree.tobytes(), "dtype": str(tree.dtype)}
+    if isinstance(tree, dict):
+        return {key: _pack(part) for key, part in tree.items()}
+    return list(map(_pack, tree)) if isinstance(tree, list | tuple) else tree
+
+
+def _unpack(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        if tree.keys() == {"tensor", "dtype"}:
+            return torch.frombuffer(bytearray(tree["tensor"]), dtype=getattr(torch, tree["dtype"]))
+        if tree.keys() == {"array", "dtype"}:
+            import numpy  # noqa: ICN001, PLC0415 - only a process that has drawn from it has such a state
+
+            return numpy.frombuffer(bytearray(tree["array"]), dtype=tree["dtype"])
+        return {key: _unpack(part) for key, part in tree.items()}
+    return list(map(_unpack, tree)) if isinstance(tree, list) else tree

@@ -1,0 +1,496 @@
+"""Scripts with loops inside each other and over loaders, each with one habit of real ones; killed at `die(...)`. Not tests themselves.
+
+A case is a whole script, where it is killed, and what is expected: `KEPT` if the second life goes on behind the first step of
+the first one, else a part of the sentence that says why nothing is kept. Either way the end is that of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from textwrap import dedent, indent
+
+KEPT = "kept"
+
+HEAD = """
+import argparse, collections, copy, itertools, math, os, random, sys
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+
+def die(*at):
+    if os.environ.get("DIE") == ",".join(map(str, at)) and not os.path.exists(os.environ["MARK"]):
+        open(os.environ["MARK"], "w").close()
+        os.kill(os.getpid(), 9)
+
+def made(*at):
+    sys.stderr.write(f"made {','.join(map(str, at))}\\n")
+
+random.seed(1), np.random.seed(1), torch.manual_seed(0)
+dataset = TensorDataset(torch.randn(28, 4), torch.randint(0, 3, (28,)))
+loader = DataLoader(dataset, batch_size=4, shuffle=True)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+"""
+STEP = """
+made({at})
+optimizer.zero_grad()
+loss = F.cross_entropy(model(x), y) * {scale}
+loss.backward()
+optimizer.step()
+"""
+TAIL = """
+die("end")
+print("END", {shown}, [p.tolist() for p in model.parameters()])
+"""
+# Killed in the first epoch, at its last step, behind it, in the third epoch, and behind the loops.
+KILLS = ("0,4", "0,6", "0,eval", "2,3", "2,6", "end")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One script.
+
+    Attributes:
+        text: of it, behind HEAD; `{step}` is a step of training, and what is printed at the end follows.
+        expected: KEPT, or why not.
+        kills: where it is killed, each in two lives of its own.
+        scale: what the loss is multiplied with.
+        at: what names the step.
+        shown: what is printed at the end.
+        again: variables of the environment for the second life, and for the run that it is compared with.
+    """
+
+    text: str
+    expected: str = KEPT
+    kills: tuple[str, ...] = KILLS
+    scale: str = "1"
+    at: str = "epoch, i"
+    shown: str = "0"
+    again: tuple[tuple[str, str], ...] = ()
+
+    def script(self) -> str:
+        step = dedent(STEP).replace("{scale}", self.scale).replace("{at}", self.at)
+        lines = []
+        for line in dedent(self.text).splitlines():
+            place = line.partition("{step}")[0] if "{step}" in line else None
+            lines.append(line if place is None else indent(step, place))
+        return f"{HEAD}\n" + "\n".join(lines) + TAIL.replace("{shown}", self.shown)
+
+
+EVALUATE = """
+def evaluate():
+    model.eval()
+    with torch.no_grad():
+        found = sum(F.cross_entropy(model(x), y).item() for x, y in DataLoader(dataset, batch_size=7, shuffle=True))
+    model.train()
+    return found
+"""
+INLINE = """
+for epoch in range(3):
+    {before}
+    for i, (x, y) in enumerate(loader):
+        {step}
+        {body}
+        die(epoch, i)
+    {behind}
+    die(epoch, "eval")
+"""
+
+
+def inline(before: str = "pass", body: str = "pass", behind: str = "pass", pre: str = "", loop: str = INLINE) -> str:
+    """Returns epochs over batches, with statements before, in and behind the inner loop."""
+    lines = []
+    for line in loop.splitlines():
+        for name, text in (("{before}", before), ("{body}", body), ("{behind}", behind)):
+            if name in line:
+                line = indent(dedent(text), line.partition(name)[0])
+        lines.append(line)
+    return dedent(pre) + "\n" + "\n".join(lines)
+
+
+CASES: dict[str, Case] = {
+    "epochs of a function": Case(EVALUATE + """
+def train(args, model, loader, optimizer, epoch):
+    model.train()
+    total = 0
+    for i, (x, y) in enumerate(loader):
+        {step}
+        total += loss.item()
+        if i % args.every == 0:
+            print("loss", total, loss.item())
+        die(epoch, i)
+    print("mean", total / len(loader), loss.item())
+
+def main():
+    args = argparse.Namespace(every=2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    for epoch in range(3):
+        train(args, model, loader, optimizer, epoch)
+        print(evaluate())
+        schedule.step()
+        die(epoch, "eval")
+    print("END", schedule.get_last_lr())
+main()
+"""),
+    "inline": Case(inline(behind="print(epoch, loss.item())"), shown="epoch, i, loss.item()"),
+    "inline, in a function": Case("""
+def main():
+    best = math.inf
+    for epoch in range(3):
+        total = 0
+        for i, (x, y) in enumerate(loader):
+            {step}
+            total += loss.item()
+            die(epoch, i)
+        best = min(best, total)
+        die(epoch, "eval")
+    print("END", best, epoch, i)
+main()
+"""),
+    "one loop over batches": Case("""
+for i, (x, y) in enumerate(loader):
+    {step}
+    die(0, i)
+""", at="0, i", kills=("0,4", "0,6", "end"), shown="i, loss.item()"),
+    "batches without a number": Case("""
+seen = 0
+for epoch in range(3):
+    for x, y in loader:
+        i = seen % 7
+        {step}
+        die(epoch, i)
+        seen += 1
+    die(epoch, "eval")
+""", shown="seen"),
+    "tqdm": Case("""
+from tqdm import tqdm
+for epoch in tqdm(range(3)):
+    bar = tqdm(enumerate(loader), total=len(loader))
+    for i, (x, y) in bar:
+        {step}
+        bar.set_postfix(loss=loss.item())
+        die(epoch, i)
+    die(epoch, "eval")
+""", shown="bar.n"),
+    "enumerate of tqdm": Case("""
+import tqdm
+for epoch in range(3):
+    for i, (x, y) in enumerate(tqdm.tqdm(loader)):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "zip of loaders": Case("""
+others = DataLoader(dataset, batch_size=2, shuffle=True)
+for epoch in range(3):
+    for i, (x, y), (x2, _) in zip(itertools.count(), loader, others):
+        x = x + x2.mean()
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "numbers in numbers, order drawn between": Case("""
+xs, ys = dataset.tensors
+for epoch in range(3):
+    order = torch.randperm(28)
+    for i in range(7):
+        x, y = xs[order[4 * i : 4 * i + 4]], ys[order[4 * i : 4 * i + 4]]
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "sampler of several ranks": Case("""
+sampler = torch.utils.data.distributed.DistributedSampler(dataset, num_replicas=1, rank=0)
+loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "sampler with a generator of its own": Case("""
+loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "class with a trainer": Case(EVALUATE + """
+class Trainer:
+    def __init__(self, model, optimizer, loader):
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        self.seen, self.history = 0, []
+    def _batch(self, epoch, i, x, y):
+        made(epoch, i)
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.seen += len(x)
+        return loss.item()
+    def _epoch(self, epoch):
+        for i, (x, y) in enumerate(self.loader):
+            self.history.append(self._batch(epoch, i, x, y))
+            die(epoch, i)
+    def train(self, epochs):
+        for epoch in range(epochs):
+            self._epoch(epoch)
+            self.history.append(evaluate())
+            die(epoch, "eval")
+trainer = Trainer(model, optimizer, loader)
+trainer.train(3)
+""", shown="trainer.seen, trainer.history"),
+    "meters made in every epoch": Case("""
+class Meter:
+    def __init__(self):
+        self.sum = self.count = 0
+    def update(self, value, n=1):
+        self.sum += value * n
+        self.count += n
+def train(epoch):
+    losses, top = Meter(), Meter()
+    meters = [losses, top]
+    for i, (x, y) in enumerate(loader):
+        {step}
+        losses.update(loss.item(), len(x))
+        die(epoch, i)
+    return losses.sum / losses.count
+found = []
+for epoch in range(3):
+    found.append(train(epoch))
+    die(epoch, "eval")
+""", shown="found"),
+    "list of batches": Case("""
+batches = [(x.clone(), y.clone()) for x, y in loader]
+for epoch in range(3):
+    for i, (x, y) in enumerate(batches):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "three loops": Case("""
+for run in range(2):
+    rate = random.random()
+    for epoch in range(2):
+        shift = torch.rand(1).item()
+        for i, (x, y) in enumerate(loader):
+            x = x + shift
+            {step}
+            die(run, epoch, i)
+        die(run, epoch, "eval")
+""", scale="rate", at="run, epoch, i", kills=("0,0,4", "0,1,6", "1,0,0", "1,1,5", "1,0,eval", "end")),
+    "steps on every batch": Case("""
+for epoch, (x, y) in enumerate(loader):
+    for i in range(3):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", kills=("3,0", "4,2", "6,1", "6,eval", "end")),
+    # Values.
+    "flag that turns in every epoch": Case(inline(
+        pre="turned = 0\nclass Flags: on = False", before="Flags.on = not Flags.on\nturned = 1 - turned", body="x = Flags.on",
+    ), scale="(2.0 if Flags.on else 1.0) + turned", shown="Flags.on, turned"),
+    "history that grows in every part": Case(inline(
+        pre="history, calls = [], [0]\ndef log(*x):\n    calls[0] += 1\n    history.append(x)",
+        before="log('begin', epoch)", body="log(loss.item())", behind="log('end', loss.item())",
+    ), scale="(1 + calls[0])", shown="history, calls"),
+    "schedules of steps and epochs": Case(inline(
+        pre="warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=9)\n"
+        "cool = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])",
+        body="warm.step()", behind="cool.step()",
+    ), shown="optimizer.param_groups[0]['lr']"),
+    "rate that is set in every epoch": Case(inline(
+        before="for group in optimizer.param_groups: group['lr'] = 0.1 * 0.5 ** epoch\nmodel.train()", behind="model.eval()"
+    )),
+    "counter and best of all epochs": Case(EVALUATE + inline(
+        pre="steps, best, bad = 0, math.inf, 0", body="steps += 1", behind="now = evaluate()\nif now < best:\n    best, bad = now, 0\n"
+        "else:\n    bad += 1",
+    ), scale="(1 + steps)", shown="steps, best, bad"),
+    "global counter in a function": Case(inline(
+        pre="seen = 0\ndef count():\n    global seen\n    seen += 1", body="count()", behind="count()"
+    ), scale="(1 + seen)", shown="seen"),
+    "epoch that a function reads": Case(inline(
+        pre="def weight():\n    return 1.0 + epoch", body="extra = weight()"
+    ), scale="weight()"),
+    "dataset that draws and counts": Case("""
+class Noisy(Dataset):
+    calls = 0
+    def __len__(self):
+        return 28
+    def __getitem__(self, index):
+        self.calls += 1
+        return dataset[index][0] + torch.rand(4) + random.random() + np.random.rand(), dataset[index][1]
+noisy = Noisy()
+loader = DataLoader(noisy, batch_size=4, shuffle=True)
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        x = x.float()
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", shown="noisy.calls"),
+    "break in the first batches": Case(inline(body="if i == 5: break"), shown="i", kills=("0,4", "0,eval", "2,3", "end")),
+    "end before all epochs": Case(inline(behind="if epoch == 1: break", loop=INLINE.replace("range(3)", "range(9)")),
+        kills=("0,4", "1,2", "1,6", "end"), shown="epoch"),
+    "return from the middle": Case("""
+def main():
+    for epoch in range(3):
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+            if epoch == 2 and i == 5:
+                return loss.item()
+        die(epoch, "eval")
+print("END", main())
+""", kills=("0,4", "0,eval", "2,3", "end")),
+    "gradients of several batches": Case(inline(
+        loop=INLINE.replace("{step}", "made(epoch, i)\n        (F.cross_entropy(model(x), y) / 2).backward()\n"
+        "        if (i + 1) % 2 == 0 or i + 1 == len(loader):\n            optimizer.step(); optimizer.zero_grad()"),
+    ), kills=("0,6", "0,eval", "2,3", "2,6", "end")),
+    "two loops in one epoch": Case("""
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i + 10)
+    die(epoch, "eval")
+""", kills=("0,4", "0,6", "0,13", "1,3", "1,14", "2,eval", "end")),
+    "two trainings": Case("""
+def fit(name, epochs):
+    for epoch in range(epochs):
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(name, epoch, i)
+fit("a", 2)
+fit("b", 2)
+""", at="name, epoch, i", kills=("a,1,3", "b,0,3", "b,1,6", "end")),
+    "stream": Case("""
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([dataset[i] for i in range(28)])
+loader = DataLoader(Stream(), batch_size=4)
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "generator of the script": Case("""
+def batches():
+    order = torch.randperm(28)
+    for k in range(0, 28, 4):
+        yield tuple(part[order[k : k + 4]] for part in dataset.tensors)
+for epoch in range(3):
+    for i, (x, y) in enumerate(batches()):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "workers that draw": Case("""
+class Noisy(Dataset):
+    def __len__(self):
+        return 28
+    def __getitem__(self, index):
+        return dataset[index][0] + torch.rand(4) + random.random(), dataset[index][1]
+loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2)
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "longer at the second time": Case(
+        inline(loop=INLINE.replace("range(3)", "range(int(os.environ.get('N', 3)))")), again=(("N", "4"),), kills=("0,4", "2,3")
+    ),
+    # Not kept, and why.
+    "generator that draws step by step": Case("""
+def batches():
+    for k in range(7):
+        order = torch.randint(28, (4,))
+        yield tuple(part[order] for part in dataset.tensors)
+for epoch in range(3):
+    for i, (x, y) in enumerate(batches()):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", "drawn step by step", kills=("0,4", "2,3")),
+    "sampler that draws step by step": Case("""
+class Own(Sampler):
+    def __iter__(self):
+        for _ in range(28):
+            yield random.randrange(28)
+    def __len__(self):
+        return 28
+loader = DataLoader(dataset, batch_size=4, sampler=Own())
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", "drawn step by step", kills=("0,4", "2,3")),
+    "shorter at the second time": Case(
+        inline(loop=INLINE.replace("range(3)", "range(int(os.environ.get('N', 3)))")), "items of the loop of line",
+        again=(("N", "1"),), kills=("2,3",),
+    ),
+    "other data at the second time": Case(
+        inline(pre="loader = DataLoader(dataset, batch_size=int(os.environ.get('N', 4)), shuffle=True)"), "batch_size",
+        again=(("N", "2"),), kills=("2,3",),
+    ),
+    "goes on from a file of its own": Case(inline(
+        pre="first, file = 0, os.environ['MARK'] + '.own'\nif os.path.exists(file):\n    own = torch.load(file)\n"
+        "    model.load_state_dict(own['model']); torch.set_rng_state(own['rng']); first = own['epoch'] + 1\n"
+        "    optimizer.load_state_dict(own['optimizer'])",
+        behind="torch.save({'model': model.state_dict(), 'rng': torch.get_rng_state(), 'epoch': epoch, 'optimizer': "
+        "optimizer.state_dict()}, file)",
+        loop=INLINE.replace("range(3)", "range(first, 3)"),
+    ), "a file of its own", kills=("2,3",)),
+    "teacher made in every epoch": Case(inline(
+        pre="teacher = [copy.deepcopy(model)]", before="teacher = [copy.deepcopy(model)]", body="pass",
+    ), "", kills=("2,3",), scale="(1 + teacher[0][0].bias[0].item())"),
+    "tensor that grows in the steps": Case(inline(
+        pre="class Kept: mean = torch.zeros(4)", body="Kept.mean = Kept.mean * 0.9 + x.mean(0)",
+    ), "mean", kills=("0,4", "2,3"), scale="(1 + Kept.mean.sum().item())"),
+    "tensor that grows between": Case(inline(
+        pre="class Kept: mean = torch.zeros(4)", behind="Kept.mean = Kept.mean * 0.9 + x.mean(0)",
+    ), "mean", kills=("2,3",), scale="(1 + Kept.mean.sum().item())"),
+    "tensor that lives from epoch to epoch": Case(inline(
+        pre="mean = torch.zeros(4)", behind="mean = mean * 0.9 + x.mean(0)",
+    ), "mean", kills=("2,3",), scale="(1 + mean.sum().item())"),
+    "tensor that lives from step to step": Case(inline(
+        pre="mean = torch.zeros(4)", body="mean = mean * 0.9 + x.mean(0)",
+    ), "mean", kills=("2,3",), scale="(1 + mean.sum().item())"),
+    "state in the environment": Case(inline(
+        pre="os.environ['N'] = '0'", body="os.environ['N'] = str(int(os.environ['N']) + 1)",
+    ), "rehearsal of a restart differs in", kills=("2,3",), scale="(1 + int(os.environ['N']))"),
+    "state in the environment, from epoch to epoch": Case(inline(
+        pre="os.environ['N'] = '0'", behind="os.environ['N'] = str(int(os.environ['N']) + 1)",
+    ), "rehearsal of a restart differs in", kills=("2,3",), scale="(1 + int(os.environ['N']))"),
+    "iterator before the epochs": Case("""
+batches = iter(list(loader) * 3)
+for epoch in range(3):
+    for i in range(7):
+        x, y = next(batches)
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", "batches", kills=("2,3",)),
+    "gradients that are never cleared": Case(inline(
+        loop=INLINE.replace("{step}", "made(epoch, i)\n        F.cross_entropy(model(x), y).backward()\n        optimizer.step()")
+    ), "gradients live", kills=("2,3",)),
+    "set that is gone through": Case("""
+words = {"a", "b", "c", "d", "e", "f", "g"}
+for epoch in range(3):
+    for i, word in enumerate(sorted(words)):
+        x, y = next(iter(loader))
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+}  # fmt: skip

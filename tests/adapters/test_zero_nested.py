@@ -1,0 +1,95 @@
+"""Scripts with loops inside each other: killed where it hurts, they end as if nothing had been, or it is said why nothing was kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forked
+from adapters.nested_zoo import CASES, KEPT, Case
+
+LIFE = str(Path(__file__).with_name("zero_life.py"))
+# A sample of all kinds, with one kill each; all others are slow.
+SAMPLE = {
+    "epochs of a function": "2,3", "inline": "0,6", "class with a trainer": "2,3",
+    "numbers in numbers, order drawn between": "2,6", "generator that draws step by step": "2,3",
+    "tensor that grows in the steps": "2,3",
+}  # fmt: skip
+WITH_A_KEEPER = {"epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3"}
+
+
+def live(
+    case: Case, home: Path, root: str, kill: str, *, again: bool = True, pocket: bool = True
+) -> subprocess.CompletedProcess[str]:
+    home.mkdir(exist_ok=True)
+    (home / "train.py").write_text(case.script())
+    environment = {
+        **os.environ, "MARK": str(home / "mark"), "DIE": kill, "PYTHONPATH": str(Path(LIFE).parent.parent),
+        "HOLDFAST_DURABLE_EVERY": "1", **(dict(case.again) if again else {}), **({"POCKET": "1"} if pocket else {}),
+    }  # fmt: skip
+    command = [sys.executable, LIFE, root, str(home / "train.py")]
+    return forked.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+
+def ends(told: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in told.stdout.splitlines() if line.startswith("END")]
+
+
+def made(told: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in told.stderr.splitlines() if line.startswith("made")]
+
+
+def kills() -> list[Any]:
+    return [
+        pytest.param(name, kill, marks=[] if SAMPLE.get(name) == kill else [pytest.mark.slow])
+        for name, case in CASES.items()
+        for kill in case.kills
+    ]
+
+
+def check(case: Case, kill: str, tmp_path: Path, *, pocket: bool) -> None:
+    if "tqdm" in case.text:
+        pytest.importorskip("tqdm")
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    (undisturbed / "mark").touch()  # nobody dies here
+    expected = live(case, undisturbed, "-", kill)
+    assert expected.returncode == 0, expected.stderr
+    assert ends(expected)
+    home, root = tmp_path / "killed", str(tmp_path / "root")
+    first = live(case, home, root, kill, again=False, pocket=pocket)
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    second = live(case, home, root, kill, pocket=pocket)
+    assert second.returncode == 0, second.stderr
+    assert ends(second) == ends(expected), first.stderr + second.stderr
+    said = [line for line in (first.stderr + second.stderr).splitlines() if "nothing of it is saved" in line]
+    if case.expected == KEPT:
+        assert not said
+        assert made(second)[:1] != made(expected)[:1], "it began anew"
+    else:
+        assert said, second.stderr
+        assert all(case.expected in line for line in said), said
+
+
+@pytest.mark.parametrize(("name", "kill"), kills())
+def test_a_script_with_loops_in_loops_is_never_wrong(name: str, kill: str, tmp_path: Path) -> None:
+    check(CASES[name], kill, tmp_path, pocket=True)
+
+
+@pytest.mark.usefixtures("runtime_dir")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "inline" else [pytest.mark.slow]) for name in WITH_A_KEEPER]
+)
+def test_with_a_keeper_loops_in_loops_are_the_same(name: str, tmp_path: Path) -> None:
+    check(CASES[name], WITH_A_KEEPER[name], tmp_path, pocket=False)
+
+
+def test_the_samples_are_of_the_zoo() -> None:
+    assert len(CASES) >= 40
+    assert all(kill in CASES[name].kills for name, kill in (*SAMPLE.items(), *WITH_A_KEEPER.items()))
