@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import forked
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer import checkpointer as checkpointers
@@ -213,7 +213,8 @@ def test_what_a_killed_process_held_goes_when_the_next_incarnation_commits(
     runtime_dir: Path,
 ) -> None:
     job = tmp_path / "job"
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, str(job), str(runtime_dir)], timeout=60, capture_output=True)
+    command = [sys.executable, "-c", SCRIPT, str(job), str(runtime_dir)]
+    ended = forked.run(command, timeout=60, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert held(job) == [Version(1, 0)]
     trainee = Trainee()

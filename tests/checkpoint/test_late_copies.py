@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+import forked
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import mutation_check
@@ -580,13 +580,8 @@ def test_memory_that_torch_moves_in_place_ends_no_training(tmp_path: Path, how: 
     """Spots are read by addresses: of memory that is not there any more the kernel makes a SIGSEGV."""
     script = tmp_path / "moving.py"
     script.write_text(MOVING)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "job"), how],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, str(script), str(tmp_path / "job"), how]
+    done = forked.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "went on" in done.stdout
 

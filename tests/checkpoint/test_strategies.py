@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
 from adapters.mindspore_kit import SAMPLES, golden
 from checkpoint.strategies import STRATEGIES, WORLD
 from holdfast.adapters.mindspore import get_parameter_redundancy, restore_ranks
@@ -32,7 +32,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     results = tmp_path_factory.mktemp("strategies")
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{EXAMPLES}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(HERE / "strategy_worker.py"), str(results)]
-    worker = subprocess.run(command, env=environment, timeout=110, capture_output=True, text=True)
+    worker = forked.run(command, env=environment, timeout=110, capture_output=True, text=True)
     errors = [path.read_text() for path in sorted(results.glob("*.error"))]
     assert worker.returncode == 0, "\n".join([*errors[:2], worker.stderr[-2000:]])
     found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(WORLD)]

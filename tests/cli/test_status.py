@@ -92,7 +92,7 @@ def test_a_person_is_told_what_is_safe_what_is_behind_and_what_is_wrong() -> Non
         "memory    6.0 MiB of 1.0 GiB allowed",
         "root      /ck/run1",
         "job       incarnation 3 on 2 nodes, resumed from v1",
-        "safe      captured v9, replicated v8, durable none",
+        "safe      captured v9, replicated v8, durable none since it began",
         "lag       1 captured and not in two nodes yet, the oldest for 2.2 s",
         "takeovers 2: this node wrote what others should have written",
         "goodput   95.3 % of 1000 s, 2 incidents (2.0 s to come back)",

@@ -137,7 +137,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"root      {facts['root']}"
     resumed = facts["resumed_from"] or "nothing, or not yet"
     yield f"job       incarnation {facts['incarnation']} on {len(facts['nodes'])} nodes, resumed from {resumed}"
-    yield "safe      " + ", ".join(f"{level} {version or 'none'}" for level, version in newest.items())
+    # What this keeper heard itself: one that replaced another does not know what that one made durable.
+    yield "safe      " + ", ".join(f"{level} {version or 'none since it began'}" for level, version in newest.items())
     yield from _trailing(facts)
     if run := facts["run"]:
         back = sum(run["recovery_s"].values())

@@ -146,7 +146,6 @@ print(*said, sep="; ")
 )
 def test_host_memory_is_reached_as_the_setting_says(setting: str, expected: str) -> None:
     environment = os.environ | {"SIMULATED_DEVICE_HOST_MEMORY": setting}
-    answer = subprocess.run(
-        [sys.executable, "-c", REACHES], env=environment, capture_output=True, text=True, timeout=110
-    )
+    command = [sys.executable, "-c", REACHES]
+    answer = forked.run(command, env=environment, capture_output=True, text=True, timeout=110)
     assert answer.stdout.strip() == expected, answer.stderr

@@ -9,8 +9,7 @@ of the file that the loop calls are looked into, with their parameters taken for
 from __future__ import annotations
 
 import ast
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, stored
 
@@ -23,25 +22,27 @@ MAX_DEPTH = 3
 _NO_FUNCTIONS = Functions(ast.Module([], []))
 
 
-def changed_in_place(tree: ast.Module, loop: ast.For | ast.AsyncFor | ast.While, without: set[str]) -> dict[str, int]:
+def changed_in_place(source: str, loops: Container[int], without: set[str]) -> dict[str, int]:
     """Returns path -> line of what lives from one step to the next and is changed in place.
 
     Args:
-        tree: the file.
-        loop: one of its loops.
+        source: the text of the file.
+        loops: the lines of its loops that are looked at.
         without: paths that are told elsewhere, or passed to `step`.
     """
-    whole = _Dotted().visit(copy.deepcopy(tree))
-    inside = _Dotted().visit(copy.deepcopy(loop))
-    functions = {node.name: node for node in ast.walk(whole) if isinstance(node, Function)}
-    targets = stored([inside.target]) if not isinstance(inside, ast.While) else set()
-    reader = Reader(set(targets), _NO_FUNCTIONS, runs=True)
-    done = reader.run(inside.body)
-    found = {path: line for path, line in _changes(inside.body) if path in reader.early - targets}
-    for path, line in _of_calls(inside.body, functions, MAX_DEPTH):
-        if path not in done:
-            found.setdefault(path, line)
-    known = _known(whole)
+    tree = _Dotted().visit(ast.parse(source))
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
+    found: dict[str, int] = {}
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.For | ast.AsyncFor | ast.While) or loop.lineno not in loops:
+            continue
+        targets = stored([loop.target]) if not isinstance(loop, ast.While) else set()
+        reader = Reader(set(targets), _NO_FUNCTIONS, runs=True)
+        done = reader.run(loop.body)
+        found |= {path: line for path, line in _changes(loop.body) if path in reader.early - targets}
+        called = {path: line for path, line in _of_calls(loop.body, functions, MAX_DEPTH) if path not in done}
+        found = called | found
+    known = _known(tree)
     return {path: at for path, at in found.items() if path not in without and path.rpartition(".")[2] not in known}
 
 

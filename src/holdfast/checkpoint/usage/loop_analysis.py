@@ -78,9 +78,7 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
     passed = loaded([word.value for word in call.keywords]) if call is not None else set()
     told_paths = (node for node in ast.walk(call) if isinstance(node, ast.Attribute)) if call is not None else ()
     elsewhere = {*lines, *known, *passed, *map(ast.unparse, told_paths)}
-    changed: dict[str, int] = {}
-    for loop in loops:
-        changed = changed_in_place(tree, loop, elsewhere) | changed
+    changed = changed_in_place(source, {loop.lineno for loop in loops}, elsewhere)
     return Around(
         loops[0].lineno,
         ast.unparse(call.func.value) if call is not None and isinstance(call.func, ast.Attribute) else "",
