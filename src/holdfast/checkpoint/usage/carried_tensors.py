@@ -87,7 +87,7 @@ def token(value: Any) -> object:
         facts = (tuple(local.shape), str(local.dtype))
         if local.device.type == "cpu" and local.numel():
             data = local.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-            found.append((*facts, xxhash.xxh3_64_digest(memoryview(data))))
+            found.append((*facts, xxhash.xxh3_64_digest(memoryview(data))))  # type: ignore[arg-type]  # an array has a buffer
         else:
             found.append((*facts, id(tensor), tensor._version))
     return found
