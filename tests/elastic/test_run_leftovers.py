@@ -93,6 +93,7 @@ FOUND = {
     "redirected files: standard error": "os.dup2(os.open('/dev/null', os.O_WRONLY), 2)",
     "something still holds: __main__": "torch.Tensor.mine = lambda self: model",
     "threads between operations": "torch.set_num_interop_threads(3)",
+    "imports that were interrupted: wsgiref": "import wsgiref.util; del sys.modules['wsgiref']",
     "the processors": "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}) or len(os.sched_getaffinity(0))",
 }
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, dynamic_rendezvous
 
 import forked
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import Round
@@ -43,6 +43,15 @@ def test_ranks_with_a_gap_are_not_believed(alone: MovingRendezvous, caplog: pyte
     alone._handler.next_rendezvous = without_rank_0
     assert alone.next_rendezvous() is met[2]
     assert caplog.text.count("it meets again") == 2
+
+
+def test_no_event_is_made_up_that_nobody_hears(alone: MovingRendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name costs a look at the whole stack: two launchers without a processor to spare never met (five minutes, nice 10)."""
+    asked: list[str] = []
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda: asked.append("name") or "name")
+    alone.next_rendezvous()
+    alone._handler._keep_alive()
+    assert asked == []
 
 
 def test_a_word_that_never_comes_is_not_waited_for_for_ever(alone: MovingRendezvous) -> None:

@@ -100,6 +100,39 @@ ckpt.close()
 """
 
 
+# A function that is entered again: one process makes its first steps and those behind the restart.
+RESUMABLE = """
+import sys
+import torch
+import torch.distributed as dist
+import holdfast
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters())
+torch.manual_seed(dist.get_rank())
+
+
+@holdfast.resumable
+def train():
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ckpt = holdfast.Checkpointer(sys.argv[1], model=ddp, optimizer=optimizer)
+    for step in range(ckpt.restore(), 12):
+        loss = ddp(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ckpt.step(step)
+    ckpt.close()
+
+
+train()
+dist.destroy_process_group()
+"""
+
+
 def popen(*args: Any, **options: Any) -> Any:
     return forked.Popen(*args, **options, warm_children=True)
 
@@ -116,7 +149,7 @@ class Bench:
 
     def prove(self, *words: str, keep: str = "kept") -> tuple[int, dict[str, Any]]:
         """Exit code and facts."""
-        code = prove.main(["--json", "--keep", keep, "--timeout", "120", *words], popen=popen)
+        code = prove.main(["--json", "--keep", keep, "--timeout", "200", *words], popen=popen)
         told = self._capfd.readouterr()
         return code, json.loads(told.out) if told.out else {"told": told.err}
 
@@ -127,7 +160,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     return Bench(tmp_path, capfd)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_forgotten_value_is_found_at_the_step_behind_the_restart(bench: Bench) -> None:
     code, facts = bench.prove("--kills", "1", "--seed", "3", bench.script(FORGETS), "{dir}")
     assert (code, facts["outcome"]) == (1, "differs"), facts
@@ -166,6 +199,15 @@ def test_each_of_two_optimizers_is_compared(bench: Bench) -> None:
     (kill,) = facts["kills"]
     assert (code, facts["outcome"]) == (1, "differs"), facts
     assert kill["difference"]["step"] % 2 == 0, "the optimizer that was not given makes the even steps"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_function_that_is_entered_again_is_a_life_of_its_own(bench: Bench, tmp_path: Path) -> None:
+    code, facts = bench.prove("--kills", "1", "--nproc-per-node", "2", bench.script(RESUMABLE), "{dir}")
+    assert (code, facts["outcome"]) == (0, "equal"), facts
+    lives = {path.name for path in (tmp_path / "kept" / "kill-1" / "steps").iterdir()}
+    assert lives == {f"rank{rank}-life{life}.steps" for rank in (0, 1) for life in (0, 1)}
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ this layout; every rank does or none. Else, and for another layout, it is Megatr
 (`common.pt`, `metadata.json`) is read from the directory in either case.
 
 The step of a version is the number at the end of the directory's name. Tested with megatron-core 0.16.1; the calls of 0.17.1
-were compared with its source, and are tested with a stand-in.
+and 0.19.2 were compared with their source, and are tested with a stand-in.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from holdfast.adapters.dcp.items import BOX, MAPPING, OPAQUE, STREAM
 from holdfast.adapters.dcp.sources import JobSource, SingleProcessSource, Wanted, values_of
 from holdfast.base import config as settings
 from holdfast.base.config import Config
-from holdfast.base.errors import MismatchError, UsageError, VersionNotFound
+from holdfast.base.errors import HoldfastError, MismatchError, UsageError, VersionNotFound
 from holdfast.checkpoint.entries.pytree import references, unflatten
 from holdfast.checkpoint.entries.types import LiveTensor, dtype_name, torch_dtype
 from holdfast.checkpoint.restore.catalog import Catalogue, Place
@@ -123,11 +123,18 @@ class StorageReader(TorchReader):
         if self._source is None:
             assert self._stock is not None
             return self._stock.read_metadata()
-        if self._source.choose(self._given, self._step) is None:
+        try:
+            return self._chosen(self._source)
+        except HoldfastError as error:
+            logger.error("nothing is loaded: %s", error)  # the DCP of torch 2.10 drops what is raised
+            raise
+
+    def _chosen(self, source: SingleProcessSource | JobSource) -> Metadata:
+        if source.choose(self._given, self._step) is None:
             raise VersionNotFound(
                 "there is no version to load", where=self._root, remedy="StorageReader.find() asks before"
             )
-        self._catalogue = self._source.catalogue()
+        self._catalogue = source.catalogue()
         return _metadata(self._catalogue)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002

@@ -136,6 +136,9 @@ class CompileCache:
             backend = open_backend(self._url)
             return sum(self._fetched(backend, name, size) for name, size in self._bounded(backend))
         except (HoldfastError, OSError, MemoryError) as error:
+            if isinstance(error.__cause__, FileNotFoundError):  # before the first job that kept something there
+                logger.info("nothing is kept at %s yet", self._url)
+                return 0
             logger.warning("the compile cache could not be fetched: %s", str(error) or type(error).__name__)
             return 0
 

@@ -51,6 +51,7 @@ class ProcessBaseline:
         self._affinity, self._nice = os.sched_getaffinity(0), os.nice(0)
         self._interop = torch.get_num_interop_threads()
         self._locks = set(_locks())
+        self._orphans = _orphans()
         self._loaders: list[tuple[str, weakref.ref[Any]]] = []
 
     def note(self, modules: Mapping[str, ModuleType]) -> None:
@@ -98,7 +99,7 @@ class ProcessBaseline:
         files = [name for name, file in _standard_files().items() if file != self._files[name]]
         yield from (Leftover(kind, names) for kind, names in (
             ("global hooks of torch", hooks), ("changes of the process", process), ("redirected files", files),
-            ("locks on files", locks),
+            ("locks on files", locks), ("imports that were interrupted", sorted(_orphans() - self._orphans)),
         ) if names)  # fmt: skip
 
     def _is_left(self, thread: threading.Thread) -> bool:
@@ -109,6 +110,15 @@ class ProcessBaseline:
         target = getattr(thread, "_target", None)
         places = {type(thread).__module__, getattr(target, "__module__", None) or ""}
         return not any(place.startswith(_HARMLESS_THREADS) for place in places)
+
+
+def _orphans() -> set[str]:
+    """Return names of packages that are not loaded though parts of them are.
+
+    An import that was interrupted takes the package away and leaves its parts, and the next import does not hang them in again.
+    """
+    parents = {name.rpartition(".")[0] for name in tuple(sys.modules)}
+    return {parent for parent in parents if parent and parent not in sys.modules}
 
 
 def _children() -> dict[int, str]:

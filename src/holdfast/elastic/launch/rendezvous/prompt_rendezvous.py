@@ -4,16 +4,22 @@ Torch looks once a second, which is right for thousands of launchers and slow fo
 that comes instead, and one that waits for it each lose a second or two. And it keeps a dead participant until its signs of
 life have stayed away for seconds, and lets nobody in until then.
 
+It also reads the whole stack, with its source, for the name of every event that it records, though by default nobody hears
+events. That is some milliseconds, and seconds on a node that has no processor to spare. Then no launcher's word is in time:
+each finds the state changed by the other's sign of life, and all begin again, for minutes.
+
 It uses names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` that are not public; they are the same from
 torch 2.11 to 2.15. Used by `elastic.launch.rendezvous.store_failover`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     _Action,
@@ -52,9 +58,16 @@ class _Prompt:
 
 
 def be_prompt(handler: DynamicRendezvousHandler) -> None:
-    """Make the rendezvous prompt, if only few launchers can meet there."""
+    """Record no event that nobody hears; look more often, if only few launchers can meet there."""
+    if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
+        for teller in (handler, handler._op_executor, handler._state_holder):
+            teller._record = _unheard  # type: ignore[union-attr,method-assign]
     if handler._settings.max_nodes <= MOST_NODES:
         handler._op_executor = _Prompt(handler)  # type: ignore[assignment]  # has what is used of it
+
+
+def _unheard(*_: object, **__: object) -> None:
+    """Record nothing."""
 
 
 def look_first(handler: DynamicRendezvousHandler) -> None:
