@@ -291,7 +291,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a buffer of complex128": (lambda: Beside(torch.rand(3, dtype=torch.complex128)), r"complex128 .* \[model.extra\]"),
     "a tensor made of two": (frozen_two, r"tensors of the class Two cannot be saved \[model.codes\]"),
-    "extra state without a way back": (Extra, r"nothing takes it back \[model._extra_state\] Remedy: write set_extra_state"),
+    "extra state without a way back": (Extra, r"nothing takes it back \[model._extra_state\]. Remedy: write set_extra_state"),
     "a hook without a way back": (lambda: with_hook(way_back=False), r"nothing takes it back \[model.calls\]"),
     "half of its state": (HalfDict, r"does not hand out as it is \[optimizer: model.net.1.weight\]"),
     "16-bit copies of what is trained": (Casts, r"does not hand out as it is \[optimizer: model.net.0.weight\]"),

@@ -544,7 +544,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Made], str]] = {
     "an enumeration as option": (lambda m: Foreign(m.parameters(), n=Norm.SPECTRAL), r"Norm cannot .*param_groups\[0\].n\]"),
     "a wrapper of two": (
         lambda m: Several(SGD(matrices(m), lr=0.1), AdamW([p for p in m.parameters() if p.dim() == 1], lr=0.1)),
-        r"Several never called Optimizer.__init__.*\[optimizer\] Remedy: give what steps.*optimizers.0 and its .optimizers.1",
+        r"Several never called Optimizer.__init__.*\[optimizer\]. Remedy: give what steps.*optimizers.0 and its .optimizers.1",
     ),
     "a step that calls no hooks": (unhooked, r"Unhooked has a step\(\) that calls no hooks"),
     "a wrapper without anything": (lambda m: Hollow(m.parameters()), r"let Hollow.__init__ call super\(\).__init__"),

@@ -51,7 +51,10 @@ def test_of_two_ranks_one_is_killed(way: tuple[str, int], tmp_path: Path) -> Non
             told = made.run(dying, Task(root, 2, 6))
             assert (root / "killed").exists(), moment
             assert set(told.starts.values()) <= starts, moment
-            assert told.steps == whole.steps, moment
+            # Where the restart begins behind the step of the kill, the killed rank has told of it to nobody.
+            untold = {place for place in whole.steps if place[1] == 3 and told.starts[place[0]] == 4}
+            assert told.steps.items() <= whole.steps.items(), moment
+            assert whole.steps.keys() - told.steps.keys() <= untold, moment
             assert told.wholes[6] == whole.wholes[6], moment
 
 

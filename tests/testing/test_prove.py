@@ -149,7 +149,7 @@ class Bench:
 
     def prove(self, *words: str, keep: str = "kept") -> tuple[int, dict[str, Any]]:
         """Exit code and facts."""
-        code = prove.main(["--json", "--keep", keep, "--timeout", "120", *words], popen=popen)
+        code = prove.main(["--json", "--keep", keep, "--timeout", "200", *words], popen=popen)
         told = self._capfd.readouterr()
         return code, json.loads(told.out) if told.out else {"told": told.err}
 
@@ -160,7 +160,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     return Bench(tmp_path, capfd)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_forgotten_value_is_found_at_the_step_behind_the_restart(bench: Bench) -> None:
     code, facts = bench.prove("--kills", "1", "--seed", "3", bench.script(FORGETS), "{dir}")
     assert (code, facts["outcome"]) == (1, "differs"), facts

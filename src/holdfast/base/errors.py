@@ -60,7 +60,7 @@ class HoldfastError(Exception):
 
     def __str__(self) -> str:
         place = f" [{self.where}]" if self.where else ""
-        advice = f" Remedy: {self.remedy}" if self.remedy else ""
+        advice = f". Remedy: {self.remedy}" if self.remedy else ""
         return shown(f"{self.what}{place}{advice}")
 
 

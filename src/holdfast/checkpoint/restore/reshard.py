@@ -409,9 +409,7 @@ def _from_readers(
                 near = node_of[reader] == node_of[me]
                 by_place[SourceKind.NODE if near else SourceKind.PEER, node_of[reader]].append(chunk)
     for (source, node), chunks in by_place.items():
-        runs = reshard.merged((c, c + 1) for c in chunks)
-        file = fetch.file if source is SourceKind.STORAGE else ""
-        yield Fetch(fetch.ref, fetch.seal, source, node, runs, file=file)
+        yield Fetch(fetch.ref, fetch.seal, source, node, reshard.merged((c, c + 1) for c in chunks), file=fetch.file)
 
 
 def _sources(located: Iterable[Located], catalogue: Catalogue, needs: Mapping[str, _Need]) -> list[Source]:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+from holdfast.base.errors import VersionNotFound
 from holdfast.core.model import BundleRef, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.rpc.client import Inventory, Located
@@ -43,11 +44,13 @@ class StorageSource:
         """Whole bundles, or the runs of chunks that were asked for. What is read is proved; the caller reads the rest.
 
         Raises:
-            CorruptError: missing or damaged. VersionNotFound: the version was retired. StorageError: the path refuses.
+            CorruptError: missing or damaged. VersionNotFound: it has no file, or was retired. StorageError: the path refuses.
         """
         found: list[Located] = []
         for fetch in fetches:
             seal = fetch.seal
+            if not fetch.file:
+                raise VersionNotFound(f"bundle {fetch.ref.bundle_id} of {version} has no file in storage")
             file = BundleFile(fetch.ref, fetch.file, seal.length, seal.digest, seal.chunk_digests)
             for run in fetch.chunks or (None,):
                 started, unread = time.perf_counter(), None

@@ -155,7 +155,7 @@ class Fetch:
         node: whose memory; None for storage.
         chunks: runs (first, end) of checksum chunks that are needed, ascending and apart; None is the whole image.
         via: of storage: the node that hands the bytes on as it gets them; None is reading storage oneself.
-        file: of storage: the name of the bundle's file.
+        file: the name of the bundle's file in storage, wherever these bytes come from; empty: it has none.
     """
 
     ref: BundleRef
@@ -332,8 +332,7 @@ def cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
     if choice.in_storage and not facts.is_out((choice.version, ref.bundle_id, None)):
         options.append((Source.STORAGE, 0, None))
     source, _, node = min(options, key=lambda option: option[:2])
-    file = choice.files.get(ref.bundle_id, "") if source is Source.STORAGE else ""
-    return Fetch(ref, seal, source, node, file=file)
+    return Fetch(ref, seal, source, node, file=choice.files.get(ref.bundle_id, ""))
 
 
 def _short(ranks: Iterable[int]) -> str:
