@@ -18,6 +18,7 @@ from holdfast.adapters.zero.changes import Changes
 from holdfast.adapters.zero.nested_items import Items
 from holdfast.adapters.zero.nested_script import Nest, Site
 from holdfast.adapters.zero.reach import Look, Reach, is_plain
+from holdfast.checkpoint.usage.carried_tensors import is_carried
 from holdfast.checkpoint.usage.user_frames import own
 
 
@@ -62,6 +63,7 @@ class Entry:
         changes: the comparison.
         made: path -> token of what the statements before it made and that cannot be carried.
         start: of an outer loop, what was when its item began.
+        tensors: of an outer loop, names of tensors that live from turn to turn -> their tokens as its item began.
         drawn: token of the generators of random numbers when it began.
     """
 
@@ -74,6 +76,7 @@ class Entry:
     inner: int = 0
     made: dict[str, str] = field(default_factory=dict)
     start: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, object] = field(default_factory=dict)
     drawn: str = ""
 
     def names(self) -> dict[str, Any]:
@@ -116,7 +119,13 @@ class Looker:
         for site, frame in stack:
             dead.setdefault(_key(frame), set()).update(site.dead)
             names = own(frame) if is_function(frame) else self._main
-            dead[_key(frame)].update(name for name in site.loose if name in names and not is_plain(names[name]))
+            dead[_key(frame)].update(
+                name
+                for name in site.lives
+                if name in names
+                and not is_plain(names[name])
+                and (name in site.loose or is_carried(names[name], is_plain, fixed=site.outer))
+            )
         site, frame = stack[-1]
         dead[_key(frame)] |= site.sets - set(site.lives) if site.outer else site.sets
         hidden = dead.get(0, set())

@@ -11,6 +11,7 @@ What cannot be taken up where it was raises `Unfit`: the script is then run from
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import sys
@@ -81,6 +82,10 @@ class KeptLoops:
         if self._is_mine() and self._run is not None:
             self._left = True
             self._run.goes_on()
+
+    def turns(self) -> Iterator[int]:
+        """Returns the numbers of the turns of a `while`."""
+        return itertools.count()
 
     def take(self) -> tuple[Any, ...]:
         """Returns the values of the version, once."""
@@ -155,12 +160,9 @@ class KeptLoops:
             name: value for name, value in {**main, **mine}.items() if name not in hidden and not name.startswith("__")
         }
         judge = Reach(sets=(), used=(), kept=())
-        found = collect(self._nest.used, scope, judge.is_of_user)
+        found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user)
         if isinstance(found, str):
             return found, None, None
-        for name in site.carried:
-            if name not in scope:
-                return f"{name!r} is carried from one turn to the next and has no value before the loop", None, None
         looker = Looker(self._nest, found.things, frame)
         entry = looker.enter((), site, frame)
         if entry.before.unsure:
@@ -298,7 +300,7 @@ class _Run:
         self.count = Count()
         self._pending: dict[str, Any] | None = None
         self._number = self._unsaved = -1
-        self._ended = False
+        self._ended = self._taken_up = False
         self._cleared: dict[int, frozenset[int]] = {}
 
     @property
@@ -351,6 +353,8 @@ class _Run:
             return False
         if self._state.restored is not None and self._state.restored["position"]:
             self._end_checks()  # the run that saved made them
+            self._state.rehearsed = True
+            self._taken_up = True
             self._pending = self._state.restored
             self._state.randomness = self._pending["randomness"]
             put_randomness(self._state.randomness)
@@ -490,6 +494,9 @@ class _Run:
             return
         *_, entry = entries
         number = self._number + 1
+        self._state.rehearsed = (
+            self._taken_up or self._child is not None or bool(self._checks and not self._checks[0].reason)
+        )
         if not self._state.note(entries, number, self._cleared.get(entry.site.number, frozenset())):
             if self._child is None:
                 say(f"the last step of the loop of line {entry.site.line} is made again after a failure behind it")

@@ -32,6 +32,9 @@ from holdfast.adapters.zero.script import (
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
+# The number of the turn of what was a `while`.
+TURN = "__holdfast_turn__"
+
 _Place = tuple[int, int]
 
 
@@ -82,6 +85,7 @@ class Nest:
         reads_clock: whether the script reads a clock.
         reads_files: whether the script calls something that may have it go on from a file of its own.
         bounds: names and attributes that say how far loops count.
+        retains: whether the script speaks of graphs that outlive a backward pass.
         lines: attribute or name -> the first line that stores to it or calls a method of it.
     """
 
@@ -93,6 +97,7 @@ class Nest:
     reads_clock: bool
     reads_files: bool
     bounds: frozenset[str]
+    retains: bool
     lines: tuple[tuple[str, int], ...]
 
 
@@ -105,6 +110,11 @@ def find_nested(source: str) -> Nest | str:
     tree = ast.parse(source)
     if any(name.split(".")[0] == "holdfast" for name in imported(tree)):
         return ITSELF
+    before = _Calls(tree)
+    whiles = {
+        id(node) for node in ast.walk(tree) if isinstance(node, ast.While) and not node.orelse and before.trains(node)
+    }
+    tree = _Turns(whiles).visit(tree)
     calls = _Calls(tree)
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and calls.trains(node)]
     loops.sort(key=lambda loop: (loop.lineno, loop.col_offset))
@@ -117,6 +127,7 @@ def find_nested(source: str) -> Nest | str:
     inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
     kept = [loop for loop in loops if isinstance(loop, ast.For)]
     sites = [_site(tree, calls, known, number, loop, inner[number]) for number, loop in enumerate(kept)]
+    retains = any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in ast.walk(tree))
     words = {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for node in ast.walk(tree)
@@ -144,14 +155,43 @@ def find_nested(source: str) -> Nest | str:
         reads_clock=bool(words & CLOCKS),
         reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
+        retains=retains,
         lines=tuple(sorted(lines.items())),
     )
+
+
+class _Turns(ast.NodeTransformer):
+    """Makes `while x: ...` a loop over its turns: `for turn in ...: if not x: break; ...`."""
+
+    def __init__(self, whiles: set[int]) -> None:
+        self._whiles = whiles
+
+    def visit_While(self, node: ast.While) -> ast.stmt:
+        self.generic_visit(node)
+        if id(node) not in self._whiles:
+            return node
+        body = node.body
+        if not (isinstance(node.test, ast.Constant) and node.test.value):
+            body = [ast.If(ast.UnaryOp(ast.Not(), node.test), [ast.Break()], []), *body]
+        turns = ast.Call(ast.Attribute(ast.Name(HOOK, ast.Load()), "turns", ast.Load()), [], [])
+        found = ast.For(ast.Name(TURN, ast.Store()), turns, body, [])
+        for part in (
+            found,
+            found.target,
+            turns,
+            *ast.walk(turns),
+            *body[:1],
+            *(ast.walk(body[0]) if body is not node.body else ()),
+        ):
+            if not hasattr(part, "lineno"):
+                ast.copy_location(part, node)
+        return ast.fix_missing_locations(ast.copy_location(found, node))
 
 
 def _why_not(tree: ast.Module, loop: ast.For | ast.While) -> str:
     """Returns what is in the way of a loop; empty if nothing is."""
     if isinstance(loop, ast.While):
-        return f"the loop of line {loop.lineno} does not go over something: for ... in ..."
+        return f"the loop of line {loop.lineno} is a while with an else"
     if loop.orelse:
         return f"the loop of line {loop.lineno} has an else"
     if not all(isinstance(node, ast.Name) for node in _targets(loop.target)):
@@ -263,7 +303,9 @@ def _site(
         name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }
     ambient = (known.ambient - targets) | read_by_text(tree, loop)
-    must = _carried(loop, Reader(targets, known, runs=True), sets, outside, ambient)
+    early = ambient & _read_outside(tree, loop)
+    # What only code behind an outer loop reads, the turn that is begun again sets.
+    must = _carried(loop, Reader(targets, known, runs=True), sets, set() if inner else outside, early)
     may = _carried(loop, Reader(targets, known), sets, outside, ambient)
     gradients = () if inner else read(loop.body, calls.functions, calls.methods)
     after = (sets & outside) - may
@@ -280,6 +322,14 @@ def _site(
         dead=frozenset(sets - before - may - targets) if inner else frozenset(sets),
         gradients=gradients,
     )
+
+
+def _read_outside(tree: ast.Module, loop: ast.For) -> set[str]:
+    """Returns the names that code reads which is not made anew in every turn of a loop: functions that do not stand in it."""
+    inside = {id(node) for part in loop.body for node in ast.walk(part)}
+    around = [node for node in ast.walk(tree) if any(part is loop for part in ast.walk(node))]
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function | ast.Lambda) and id(node) not in inside]
+    return loaded([node for node in functions if not any(node is each for each in around)]) | read_by_text(tree, loop)
 
 
 def _carried(loop: ast.For, reader: Reader, sets: set[str], outside: set[str], ambient: set[str]) -> set[str]:

@@ -24,6 +24,8 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.usage import carried_tensors
+from holdfast.checkpoint.usage.carried_tensors import is_carried
 from holdfast.tiers.format import values as value_codec
 
 _KEYS = {"position", "starts", "rows", "gone", "carried", "unsure", "began", "number"}
@@ -45,6 +47,7 @@ class NestedState:
         alone: whether this rank is the job.
         stepped: the parameters that the optimizers step.
         randomness: that the outermost loop began with.
+        rehearsed: whether the first steps are, or were, rehearsed.
         events: told why no version can be right any more.
         placing: the look whose values and owners take what a version carries; None: it is only noted.
     """
@@ -57,6 +60,7 @@ class NestedState:
         self.stepped: Sequence[torch.Tensor] = ()
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
+        self.rehearsed = False
         self.events = Events()
         self._noted: dict[str, Any] = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
@@ -86,7 +90,9 @@ class NestedState:
                 )
         changed = inner.changes.now()
         carried, lost = self.living(inner.site, names)
-        self.doubt(changed.reason or self._why_unsure(carried, cleared) or self._of_items(entries))
+        self.doubt(
+            changed.reason or self._why_unsure(carried, cleared) or self._of_items(entries) or _changed_around(entries)
+        )
         self._noted = {
             "range": [],
             "position": [_place(entry) for entry in entries],
@@ -108,7 +114,11 @@ class NestedState:
         """Returns what is there as an item of an outer loop begins."""
         *_, entry = entries
         changed = entry.changes.now()
-        carried, lost = self.living(entry.site, entry.names())
+        names = entry.names()
+        carried, lost = self.living(entry.site, names)
+        entry.tensors = {
+            name: carried_tensors.token(names[name]) for name in carried if name in names and not is_plain(names[name])
+        }
         self.doubt(changed.reason)
         assert entry.items is not None
         return {
@@ -121,15 +131,19 @@ class NestedState:
         carried: dict[str, Any] = {}
         lost: list[str] = []
         for name in site.lives:
-            if name in names and is_plain(names[name]):
-                carried[name] = names[name]
+            value = names.get(name)
+            if name in names and is_plain(value):
+                carried[name] = value
+            elif name in site.carried and is_carried(value, is_plain, fixed=site.outer):
+                self.doubt(self._why_no_tensors(name, value))
+                carried[name] = carried_tensors.packed(value)
             elif name in site.loose:
                 lost.append(name)
             else:
                 what = f"a {type(names[name]).__qualname__}" if name in names else "without a value"
                 self.doubt(f"{name!r}, {what}, is carried from one turn of the loop of line {site.line} to the next")
         for name, value in carried.items():
-            if has_set(value) and name not in self._nest.members:
+            if is_plain(value) and has_set(value) and name not in self._nest.members:
                 self.doubt(
                     f"{name!r}, a set or with one in it, is carried from one turn to the next, and its order cannot be"
                 )
@@ -172,6 +186,17 @@ class NestedState:
                     f"warning: the first steps are not rehearsed, {reason}; state that holdfast cannot see would not be missed"
                 )
 
+    def _why_no_tensors(self, name: str, value: Any) -> str:
+        """Returns why tensors that live from turn to turn cannot be carried; empty if they can."""
+        found = list(carried_tensors.tensors(value))
+        if any(tensor.requires_grad for tensor in found) and (self._nest.retains or not self.rehearsed):
+            why = "the script retains graphs" if self._nest.retains else "the first steps are not rehearsed"
+            return f"{name!r} lives from one turn to the next with its graph, and {why}"
+        memory = [tensor.untyped_storage().data_ptr() for tensor in (*found, *self.stepped) if tensor.numel()]
+        if len({*memory[: len(found)]}) < len(found) or {*memory[: len(found)]} & {*memory[len(found) :]}:
+            return f"{name!r} lives from one turn to the next, and shares memory with another tensor"
+        return ""
+
     def _after(self, site: Site, names: Mapping[str, Any]) -> dict[str, Any] | None:
         found: dict[str, Any] = {}
         for name in site.after:
@@ -183,7 +208,7 @@ class NestedState:
 
     def _why_unsure(self, carried: Mapping[str, Any], cleared: frozenset[int]) -> str:
         try:
-            value_codec.encode(dict(carried))
+            value_codec.encode({name: value for name, value in carried.items() if is_plain(value)})
         except Exception as error:  # noqa: BLE001 - values of other people
             return f"what lives from one step to the next cannot be carried: {error}"
         for parameter in self.stepped:
@@ -232,6 +257,16 @@ class NestedState:
         return ""
 
 
+def _changed_around(entries: Sequence[Entry]) -> str:
+    """Returns which tensor of an outer loop was changed in place since its item began; empty if none was."""
+    for entry in entries[:-1]:
+        names = entry.names() if entry.tensors else {}
+        for name, token in entry.tensors.items():
+            if name not in entries[-1].site.lives and carried_tensors.token(names.get(name)) != token:
+                return f"{name!r}, which lives from one turn of the loop of line {entry.site.line} to the next, is changed in an inner loop"
+    return ""
+
+
 def _place(entry: Entry) -> list[Any]:
     assert entry.items is not None
     return [entry.site.number, entry.taken, entry.items.shape, entry.made, entry.drawn, entry.items.digest()]
@@ -243,7 +278,9 @@ def _shown(shape: Sequence[Any]) -> str:
 
 def given(names: Sequence[str], carried: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
     """Returns the values of these names, in order; what was lost tells so when it is used."""
-    found = {**carried, **{name: unpacked(value) for name, value in (after or {}).items()}}
+    found = {name: carried_tensors.unpacked(value) for name, value in carried.items()} | {
+        name: unpacked(value) for name, value in (after or {}).items()
+    }
     return tuple(found[name] if name in found else Lost(name) for name in names)
 
 

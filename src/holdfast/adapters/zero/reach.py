@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import contextlib
 import datetime as dt
 import decimal
 import enum
@@ -71,7 +72,7 @@ _NAMED = (
 # Objects of libraries that keep nothing from one step to the next.
 STANDING = (
     *_NAMED, types.ModuleType, types.FunctionType, types.MethodType, type, logging.Logger, argparse.Namespace, DeviceMesh,
-    dist.ProcessGroup, functools.partial, Sampler, DataLoader, nn.modules.loss._Loss, re.Pattern, dt.date, dt.time,
+    dist.ProcessGroup, functools.partial, Sampler, DataLoader, nn.modules.loss._Loss, contextlib.nullcontext, torch.autocast, re.Pattern, dt.date, dt.time,
     dt.timedelta, dt.tzinfo,
 )  # fmt: skip
 # Parts of classes and modules that keep nothing, and locks.
