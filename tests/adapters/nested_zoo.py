@@ -265,6 +265,16 @@ for epoch in range(3):
     found.append(train(epoch))
     die(epoch, "eval")
 """, shown="found"),
+    "module made in every epoch": Case("""
+def train(epoch):
+    criterion = torch.nn.CrossEntropyLoss()
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+for epoch in range(3):
+    train(epoch)
+    die(epoch, "eval")
+"""),
     "list of batches": Case("""
 batches = [(x.clone(), y.clone()) for x, y in loader]
 for epoch in range(3):

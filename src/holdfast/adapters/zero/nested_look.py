@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.adapters.zero.changes import Changes
 from holdfast.adapters.zero.nested_items import Items
 from holdfast.adapters.zero.nested_script import Nest, Site
-from holdfast.adapters.zero.reach import Look, Reach, is_plain
+from holdfast.adapters.zero.reach import Look, Owner, Reach, is_plain
 from holdfast.checkpoint.usage.carried_tensors import is_carried
 from holdfast.checkpoint.usage.user_frames import own
 
@@ -202,7 +202,8 @@ class Looker:
         around = entries[-1].before if entries else now
         before = Look(
             leaves=outermost.leaves,
-            owners={**now.owners, **around.owners},
+            # A value that was made before the loop has its place there, also where nothing else holds it: a mode of a module.
+            owners={**{leaf.owner: _NO_OWNER for leaf in now.leaves.values()}, **now.owners, **around.owners},
             fixed={**now.fixed, **around.fixed},
             unsure=outermost.unsure,
             unknown=now.unknown,
@@ -232,6 +233,13 @@ class Looker:
             return self.look(entries)
 
         return Changes(look, self._lines, self._nest.members, before=before, always=always)
+
+
+def _nothing(*_: Any) -> None:
+    """The leaf itself knows how it is set."""
+
+
+_NO_OWNER = Owner(_nothing, _nothing)
 
 
 def is_function(frame: FrameType) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
 # Whose storage, offset, shape and strides torch compares in one call.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_on_host = attrgetter("is_cpu")
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 # What else is asked of tensors of other classes; each of all tensors in one go.
 _FACTS: tuple[Callable[[torch.Tensor], object], ...] = (attrgetter("shape"), torch.Tensor.stride)
@@ -64,7 +65,8 @@ class Tensors:
         seen = self._local()
         self._addresses = array("Q", map(torch.Tensor.data_ptr, seen))
         self._aliases: list[torch.Tensor] | None = None
-        if all(map(_PLAIN.__contains__, map(type, seen))):
+        # On a device the comparison may be a kernel, which waits, or may not be there.
+        if all(map(_PLAIN.__contains__, map(type, seen))) and all(map(_on_host, seen)):
             self._aliases = [tensor.detach() for tensor in seen]
         self._dtypes = list(map(_dtype_of, seen))
         self._facts = [list(map(getter, seen)) for getter in _FACTS] if self._aliases is None else []
