@@ -218,7 +218,7 @@ class KeptLoops:
 
     def _outer(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         start = run.outer_begins(self._stack)
-        if start is not None and entry.site.lives:
+        if start is not None:
             self._give(given(entry.site.lives, start["carried"]))
             yield stand_in(entry.site.target, start["targets"])
         while True:
@@ -239,7 +239,7 @@ class KeptLoops:
 
     def _inner(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         version = run.inner_begins(self._stack)
-        if version is not None and entry.site.lives:
+        if version is not None:
             self._give(given(entry.site.lives, version["carried"]))
             yield stand_in(entry.site.target, version["targets"])
         while True:
@@ -260,10 +260,11 @@ class KeptLoops:
             names = (*entry.site.lives, *entry.site.after)
             if version["after"] is None:
                 run.unfit(f"the loop of line {entry.site.line} has ended, and what is read behind it was not saved")
-            self._give(given(names, version["carried"], version["after"]))
+            if names:
+                self._give(given(names, version["carried"], version["after"]))
 
     def _give(self, values: tuple[Any, ...]) -> None:
-        self._values, self.back = values, bool(values)
+        self._values, self.back = values, True
 
 
 class _Run:

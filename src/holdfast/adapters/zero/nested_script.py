@@ -2,7 +2,7 @@
 
     for epoch in range(3):                __holdfast_kept__.at(0)
         train(model, loader)              for epoch in __holdfast_kept__(0, range(3)):
-                                              if __holdfast_kept__.back: (best,) = __holdfast_kept__.take(); continue
+                                              if __holdfast_kept__.back: best, = __holdfast_kept__.take(); continue
     def train(model, loader):                 train(model, loader)
         for batch in loader:                  ...
             ...                           in train: __holdfast_kept__.at(1); for batch in __holdfast_kept__(1, loader): ...
@@ -405,8 +405,9 @@ def _set_before(loop: ast.For, place: _Place) -> set[str]:
 def _rewrite(tree: ast.Module, loop: ast.For, site: Site) -> None:
     loop.iter = ast.Call(ast.Name(HOOK, ast.Load()), [ast.Constant(site.number), loop.iter], [])
     loop.body = [new for statement in loop.body for new in Leaving.of(statement)]
-    if site.lives:  # before the next item is asked for: who makes it may read these names
-        loop.body[:0] = _lines(f"if {HOOK}.back:\n    {', '.join(site.lives)}, = {HOOK}.take()\n    continue", loop)
+    taken = "".join(f"{name}, " for name in site.lives) + ("= " if site.lives else "") + f"{HOOK}.take()"
+    # Before the next item is asked for: who makes it may read these names, and those that the item before was given to.
+    loop.body[:0] = _lines(f"if {HOOK}.back:\n    {taken}\n    continue", loop)
     names = [*site.lives, *site.after]
     behind = (
         _lines(f"if {HOOK}.back:\n    {', '.join(names)}, = {HOOK}.take()", loop) if names and not site.outer else []
