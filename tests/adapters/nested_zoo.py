@@ -648,6 +648,21 @@ for epoch in range(3):
         pre="mean = torch.zeros(4)", body="mean = mean * 0.9 + x.mean(0)",
     ), scale="(1 + mean.sum().item())", shown="mean.tolist()"),
     # Not kept, and why.
+    "best state of all epochs": Case(EVALUATE + """
+def main():
+    best, state = math.inf, None
+    for epoch in range(3):
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        now = evaluate()
+        if now < best:
+            best, state = now, copy.deepcopy(model.state_dict())
+        die(epoch, "eval")
+    if state is not None:
+        model.load_state_dict(state)
+main()
+""", "'state'", kills=("0,5", "1,3", "2,6")),
     "generator that draws step by step": Case("""
 def batches():
     for k in range(7):

@@ -47,7 +47,9 @@ class Lost:
 
     __bool__ = __len__ = __iter__ = __call__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = _tell
     __rmul__ = __truediv__ = __rtruediv__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __neg__ = _tell
-    __float__ = __int__ = __index__ = __str__ = __format__ = __contains__ = __setitem__ = _tell
+    __reduce_ex__ = __copy__ = __deepcopy__ = __repr__ = __float__ = __int__ = __index__ = __str__ = __format__ = (
+        __contains__
+    ) = __setitem__ = _tell
     __hash__ = None  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:

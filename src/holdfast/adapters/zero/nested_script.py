@@ -322,8 +322,10 @@ def _site(
     }
     ambient = (known.ambient - targets) | read_by_text(tree, loop)
     early = ambient & _read_outside(tree, loop)
-    # What only code behind an outer loop reads, the turn that is begun again sets.
-    must = _carried(loop, Reader(targets, known, runs=True), sets, set() if inner else outside, early)
+    must = _carried(loop, Reader(targets, known, runs=True), sets, outside, early)
+    if inner:  # a turn that ends at its beginning came behind one that a restart begins again
+        reader = Reader(targets, known, runs=True)
+        must -= reader.body(_without_ends(loop.body)) - reader.early - early
     may = _carried(loop, Reader(targets, known), sets, outside, ambient)
     gradients = () if inner else read(loop.body, calls.functions, calls.methods)
     after = (sets & outside) - may
@@ -356,6 +358,13 @@ def _carried(loop: ast.For, reader: Reader, sets: set[str], outside: set[str], a
     done = reader.body(loop.body)
     targets = stored([loop.target])
     return ((reader.early | ambient) & (sets - targets)) | ((sets - done) & outside)
+
+
+def _without_ends(body: Sequence[ast.stmt]) -> Sequence[ast.stmt]:
+    """Returns the statements of a turn without those at its beginning that only end it: `if done: break`."""
+    first = body[0] if len(body) > 1 else None
+    ends = isinstance(first, ast.If) and not first.orelse and isinstance(first.body[0], ast.Break | ast.Continue)
+    return _without_ends(body[1:]) if ends else body
 
 
 def _place_of(body: Sequence[ast.stmt], calls: _Calls, inner: Sequence[ast.AST]) -> _Place:
