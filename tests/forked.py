@@ -313,6 +313,9 @@ def _load() -> None:
     import torch.distributed.tensor.parallel
     import torch.nn.parallel
 
+    import holdfast.checkpoint.checkpointer.checkpointer
+    import holdfast.cli.cli
+    import holdfast.elastic.launch.run_command  # noqa: F401
     from holdfast.testing.drill import warmup
 
     torch.set_num_threads(1)

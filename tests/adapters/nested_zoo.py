@@ -265,6 +265,16 @@ for epoch in range(3):
     found.append(train(epoch))
     die(epoch, "eval")
 """, shown="found"),
+    "module made in every epoch": Case("""
+def train(epoch):
+    criterion = torch.nn.CrossEntropyLoss()
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+for epoch in range(3):
+    train(epoch)
+    die(epoch, "eval")
+"""),
     "list of batches": Case("""
 batches = [(x.clone(), y.clone()) for x, y in loader]
 for epoch in range(3):
@@ -351,7 +361,7 @@ print("END", main())
     "gradients of several batches": Case(inline(
         loop=INLINE.replace("{step}", "made(epoch, i)\n        (F.cross_entropy(model(x), y) / 2).backward()\n"
         "        if (i + 1) % 2 == 0 or i + 1 == len(loader):\n            optimizer.step(); optimizer.zero_grad()"),
-    ), kills=("0,6", "0,eval", "2,3", "2,6", "end")),
+    ), kills=("0,eval", "2,3", "2,6", "end")),
     "two loops in one epoch": Case("""
 for epoch in range(3):
     for i, (x, y) in enumerate(loader):
@@ -409,6 +419,222 @@ for epoch in range(3):
     "longer at the second time": Case(
         inline(loop=INLINE.replace("range(3)", "range(int(os.environ.get('N', 3)))")), again=(("N", "4"),), kills=("0,4", "2,3")
     ),
+    # What a restart does again, or asks for, before everything is as it was.
+    "batches without a step behind the last one": Case(inline(
+        loop=INLINE.replace("{step}", "made(epoch, i)\n        loss = F.cross_entropy(model(x), y) / 3\n        loss.backward()\n"
+        "        if i % 3 == 2 or epoch == 0: optimizer.step(); optimizer.zero_grad()"),
+        behind="print(loss.item())",
+    ), kills=("1,eval", "2,1")),
+    "evaluated before the batches": Case(EVALUATE + """
+def main():
+    for epoch in range(3):
+        before = evaluate()
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        die(epoch, "eval")
+        print("END", before)
+main()
+""", "is evaluated before the loop of line", kills=("2,3",), scale="(1 + before)"),
+    "saved before the batches": Case(inline(
+        pre="file = os.environ['MARK'] + '.own'", before="torch.save(model.state_dict(), file)",
+    ), "written by torch.save before the loop of line", kills=("2,3",), shown="torch.load(file)['3.bias'].tolist()"),
+    "number of the parameters, made before the batches": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+def main():
+    for epoch in range(3):
+        size = sum(p.abs().sum().item() for p in model.parameters())
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        die(epoch, "eval")
+main()
+""", "size' was made before the loop of line", kills=("0,4", "2,3"), scale="(1 / size)"),
+    "rate that is shown before the batches": Case("""
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=21)
+def main():
+    for epoch in range(3):
+        began = optimizer.param_groups[0]["lr"], schedule.last_epoch
+        for i, (x, y) in enumerate(loader):
+            {step}
+            schedule.step()
+            die(epoch, i)
+        print("END", began)
+        die(epoch, "eval")
+main()
+"""),
+    "count that a generator reads": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+seen = 1
+def batches():
+    for k in range(0, 28, 4):
+        yield dataset.tensors[0][k : k + 4] * seen, dataset.tensors[1][k : k + 4]
+for epoch in range(3):
+    for i, (x, y) in enumerate(batches()):
+        {step}
+        if loss.item() < 2: seen += 1
+        die(epoch, i)
+    die(epoch, "eval")
+""", shown="seen"),
+    "count of a function that a dataset reads": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+def main():
+    seen = i = 0
+    class Counted(Dataset):
+        def __len__(self):
+            return 28
+        def __getitem__(self, index):
+            return dataset[index][0] * (1 + seen + i), dataset[index][1]
+    for epoch in range(3):
+        for i, (x, y) in enumerate(DataLoader(Counted(), batch_size=4, shuffle=True)):
+            {step}
+            seen += 1
+            die(epoch, i)
+        die(epoch, "eval")
+main()
+"""),
+    "sampler and dataset that draw from one generator": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+dice = random.Random(3)
+class Pool(Sampler):
+    def __iter__(self):
+        pool = list(range(28))
+        while pool:
+            yield pool.pop(dice.randrange(len(pool)))
+    def __len__(self):
+        return 28
+class Noisy(Dataset):
+    def __len__(self):
+        return 28
+    def __getitem__(self, index):
+        return dataset[index][0] + dice.random(), dataset[index][1]
+loader = DataLoader(Noisy(), batch_size=4, sampler=Pool())
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", "the items of the loop of line", kills=("0,2", "2,3")),
+    "indices that are drawn in parts, from the generator of the steps": Case("""
+torch.set_num_threads(2)  # nothing is rehearsed
+dice = torch.Generator().manual_seed(3)
+order = torch.utils.data.RandomSampler(range(70), replacement=True, num_samples=70, generator=dice)
+class More(Dataset):
+    def __len__(self):
+        return 70
+    def __getitem__(self, index):
+        return dataset[index % 28]
+loader = DataLoader(More(), batch_size=10, sampler=order)
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        x = x + torch.rand(4, generator=dice)
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", "the items of the loop of line", kills=("0,4", "2,5")),
+    "number in a list with a module": Case(inline(
+        pre="torch.set_num_threads(2)\nheld = [model, 0]\ndef count(): held[1] += 1", body="count()",
+    ), "held[1]", kills=("2,3",), scale="(1 + held[1])"),
+    "gradients that are read behind the batches": Case(inline(
+        behind="norm = sum(p.grad.norm().item() for p in model.parameters() if p.grad is not None)\nprint('END', norm)",
+    ), shown="norm"),
+    "two optimizers": Case("""
+critic = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+second = torch.optim.Adam(critic.parameters(), lr=0.01)
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        made(epoch, i)
+        critic.zero_grad()
+        fake = model(x)
+        real = critic(F.one_hot(y, 3).float()).mean()
+        real.backward()
+        critic(fake.detach()).mean().backward()
+        second.step()
+        model.zero_grad()
+        critic(fake).mean().backward()
+        optimizer.step()
+        die(epoch, i)
+    die(epoch, "eval")
+""", shown="[p.tolist() for p in critic.parameters()]"),
+    "closure of LBFGS": Case("""
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        made(epoch, i)
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+        die(epoch, i)
+    die(epoch, "eval")
+"""),
+    "clears of one of two": Case(inline(
+        pre="args = argparse.Namespace(own=False)",
+        loop=INLINE.replace("{step}", "made(epoch, i)\n        if args.own:\n            optimizer.zero_grad()\n        else:\n"
+        "            model.zero_grad()\n        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n        optimizer.step()"),
+    )),
+    "while with a batch fetched before": Case("""
+def batch():
+    picked = torch.randint(28, (4,))
+    return tuple(part[picked] for part in dataset.tensors)
+x, y = batch()
+epoch = i = 0
+best = math.inf
+while True:
+    {step}
+    x, y = batch()
+    best = min(best, loss.item())
+    die(epoch, i)
+    i += 1
+    if i == 7:
+        epoch, i = epoch + 1, 0
+    if epoch == 3:
+        break
+""", kills=("0,4", "0,6", "2,3", "2,6", "end"), shown="best, epoch, i"),
+    "while with a condition, and loaders in it": Case("""
+epoch = 0
+while epoch < 3:
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    epoch += 1
+    die(epoch - 1, "eval")
+""", shown="epoch, loss.item()"),
+    "state of a recurrent network": Case("""
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = torch.nn.LSTM(4, 8), torch.nn.Linear(8, 3)
+    def forward(self, x, hidden):
+        found, hidden = self.rnn(x[:, None], hidden)
+        return self.out(found[:, 0]), hidden
+def detached(h):
+    return h.detach() if isinstance(h, torch.Tensor) else tuple(map(detached, h))
+net = Net()
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+model = net
+def train(epoch):
+    hidden = (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
+    for i, (x, y) in enumerate(loader):
+        made(epoch, i)
+        optimizer.zero_grad()
+        hidden = detached(hidden)
+        found, hidden = net(x, hidden)
+        F.cross_entropy(found, y).backward()
+        optimizer.step()
+        die(epoch, i)
+for epoch in range(3):
+    train(epoch)
+    die(epoch, "eval")
+"""),
+    "tensor that lives from epoch to epoch": Case(inline(
+        pre="mean = torch.zeros(4)", behind="mean = mean * 0.9 + x.mean(0)",
+    ), scale="(1 + mean.sum().item())", shown="mean.tolist()"),
+    "tensor that lives from step to step": Case(inline(
+        pre="mean = torch.zeros(4)", body="mean = mean * 0.9 + x.mean(0)",
+    ), scale="(1 + mean.sum().item())", shown="mean.tolist()"),
     # Not kept, and why.
     "generator that draws step by step": Case("""
 def batches():
@@ -460,12 +686,15 @@ for epoch in range(3):
     "tensor that grows between": Case(inline(
         pre="class Kept: mean = torch.zeros(4)", behind="Kept.mean = Kept.mean * 0.9 + x.mean(0)",
     ), "mean", kills=("2,3",), scale="(1 + Kept.mean.sum().item())"),
-    "tensor that lives from epoch to epoch": Case(inline(
-        pre="mean = torch.zeros(4)", behind="mean = mean * 0.9 + x.mean(0)",
+    "list of tensors that lives from epoch to epoch": Case(inline(
+        pre="means = []", behind="means = means + [x.mean(0)]",
+    ), "means", kills=("2,3",), scale="(1 + sum(map(torch.sum, means)))"),
+    "tensor of the epochs that steps change in place": Case(inline(
+        pre="mean = torch.zeros(4)", body="mean.add_(x.mean(0))", behind="mean = mean * 0.5",
     ), "mean", kills=("2,3",), scale="(1 + mean.sum().item())"),
-    "tensor that lives from step to step": Case(inline(
-        pre="mean = torch.zeros(4)", body="mean = mean * 0.9 + x.mean(0)",
-    ), "mean", kills=("2,3",), scale="(1 + mean.sum().item())"),
+    "tensors that are views of each other": Case(inline(
+        pre="a = torch.zeros(4); b = a[:2]", body="a = a + x.mean(0); b = a[:2]; c = a.sum()",
+    ), kills=("2,3",), scale="(1 + a.sum().item() + b.sum().item())"),
     "state in the environment": Case(inline(
         pre="os.environ['N'] = '0'", body="os.environ['N'] = str(int(os.environ['N']) + 1)",
     ), "rehearsal of a restart differs in", kills=("2,3",), scale="(1 + int(os.environ['N']))"),

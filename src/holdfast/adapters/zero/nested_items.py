@@ -37,6 +37,7 @@ _SEQUENCES = (list, tuple, str, bytes, dict, type(_NONE.keys()), type(_NONE.valu
 _EMPTY: tuple[Iterable[Any], ...] = ([], (), range(0), "", b"", _NONE, _NONE.values(), _NONE.items())
 _PLAIN_ITERATORS = tuple(type(iter(each)) for each in _EMPTY)
 _MAX_DEPTH = 6
+_NUMBERS = {bool, int, float}
 
 
 class Items:
@@ -224,6 +225,7 @@ def _loader_iterator(value: Any, items: Items) -> _Way:
     indices = value._sampler_iter
     known = _is_known(value._index_sampler)
     if not known:
+        items.digests(indices)
         value._sampler_iter = _watched(indices, items, "the order of its batches is")
     if isinstance(value, dataloader._SingleProcessDataLoaderIter) and is_map:
 
@@ -247,6 +249,9 @@ def _is_known(indices: Any) -> bool:
     """Tell whether a sampler, or the one that its batches are made of, draws all it needs before the first index."""
     if type(indices) is sampler.BatchSampler:
         indices = indices.sampler
+    if type(indices) is sampler.RandomSampler and indices.generator is not None:
+        # With a generator of its own, which the steps may use too, some of its indices are drawn later.
+        return not indices.replacement and indices.num_samples <= len(indices.data_source)
     return type(indices) in _SAMPLERS or type(indices) is dataloader._InfiniteConstantSampler
 
 
@@ -318,6 +323,7 @@ def _digest(value: Any, depth: int = 0) -> str:
         token.update(str(value._num_yielded).encode())
     elif type(value) in _PLAIN_ITERATORS:
         token.update(str(value.__length_hint__()).encode())
+        _mapping(token, {str(i): part for i, part in enumerate(value.__reduce__()[1])}, depth)
     elif isinstance(getattr(value, "__dict__", None), dict):
         _mapping(token, vars(value), depth)
     return token.hexdigest()
@@ -331,6 +337,10 @@ def _mapping(token: Any, values: Mapping[str, Any], depth: int) -> None:
             token.update(f"{name}={tuple(value.shape)}{value.dtype}".encode())
             data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b""
             token.update(data)
+        elif isinstance(value, range):
+            token.update(f"{name}={value!r}".encode())
+        elif type(value) in (list, tuple) and _NUMBERS.issuperset(map(type, value)):
+            token.update(f"{name}={len(value)} {hash(tuple(value))}".encode())  # numbers: alike in every process
         elif isinstance(value, list | tuple | dict) and depth < _MAX_DEPTH:
             parts = value if isinstance(value, dict) else {str(i): part for i, part in enumerate(value)}
             if len(parts) <= 1 << 16:

@@ -7,17 +7,23 @@ at the outermost loop must be as it was, or be carried; what was made between mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import torch
 import xxhash
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.adapters.zero.changes import Changes
 from holdfast.adapters.zero.nested_items import Items
 from holdfast.adapters.zero.nested_script import Nest, Site
-from holdfast.adapters.zero.reach import Look, Reach, is_plain
+from holdfast.adapters.zero.reach import Look, Owner, Reach, is_plain
+from holdfast.checkpoint.usage.carried_tensors import is_carried
 from holdfast.checkpoint.usage.user_frames import own
 
 
@@ -62,6 +68,7 @@ class Entry:
         changes: the comparison.
         made: path -> token of what the statements before it made and that cannot be carried.
         start: of an outer loop, what was when its item began.
+        tensors: of an outer loop, names of tensors that live from turn to turn -> their tokens as its item began.
         drawn: token of the generators of random numbers when it began.
     """
 
@@ -74,12 +81,53 @@ class Entry:
     inner: int = 0
     made: dict[str, str] = field(default_factory=dict)
     start: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, object] = field(default_factory=dict)
     drawn: str = ""
 
     def names(self) -> dict[str, Any]:
         """Returns what names mean where it stands."""
         main = self.frame.f_globals
         return {**main, **own(self.frame)} if is_function(self.frame) else dict(main)
+
+
+class Untouched:
+    """Sees whether modules that are kept are used between two loops: a restart has them there as a later step left them.
+
+    Args:
+        modules: those that are kept.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._parts = {id(part): part for module in modules for part in module.modules()}
+        self._handle: RemovableHandle | None = None
+        self._save: Any = None
+        self._used = ""
+
+    def begin(self) -> None:
+        """Looks from here on; what was seen before is forgotten."""
+        self.end()
+        self._handle = register_module_forward_pre_hook(self._forward)
+        self._save = original = torch.save
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            self._used = self._used or "a file is written by torch.save"
+            return original(*args, **kwargs)
+
+        torch.save = save
+
+    def end(self) -> str:
+        """Looks no more; returns what was seen, empty if nothing was."""
+        used, self._used = self._used, ""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            torch.save = self._save
+        return used
+
+    def _forward(self, module: nn.Module, _: Any) -> None:
+        if id(module) in self._parts and not self._used:
+            self._used = f"a {type(module).__qualname__} that trains is evaluated"
 
 
 class Looker:
@@ -116,7 +164,13 @@ class Looker:
         for site, frame in stack:
             dead.setdefault(_key(frame), set()).update(site.dead)
             names = own(frame) if is_function(frame) else self._main
-            dead[_key(frame)].update(name for name in site.loose if name in names and not is_plain(names[name]))
+            dead[_key(frame)].update(
+                name
+                for name in site.lives
+                if name in names
+                and not is_plain(names[name])
+                and (name in site.loose or is_carried(names[name], is_plain, fixed=site.outer))
+            )
         site, frame = stack[-1]
         dead[_key(frame)] |= site.sets - set(site.lives) if site.outer else site.sets
         hidden = dead.get(0, set())
@@ -148,7 +202,8 @@ class Looker:
         around = entries[-1].before if entries else now
         before = Look(
             leaves=outermost.leaves,
-            owners={**now.owners, **around.owners},
+            # A value that was made before the loop has its place there, also where nothing else holds it: a mode of a module.
+            owners={**{leaf.owner: _NO_OWNER for leaf in now.leaves.values()}, **now.owners, **around.owners},
             fixed={**now.fixed, **around.fixed},
             unsure=outermost.unsure,
             unknown=now.unknown,
@@ -167,6 +222,10 @@ class Looker:
             for path, token in now.fixed.items()
             if entries and path not in outermost.fixed
         }
+        for path, (kind, token) in now.local.items() if entries else ():
+            timed = kind in ("float", "int", "str") and path.rpartition(".")[2] in self._nest.clocked
+            if outermost.local.get(path) != (kind, token) and not timed:
+                entry.made[path] = xxhash.xxh3_64_hexdigest(token.encode())
         return entry
 
     def _changes(self, entries: Sequence[Entry], before: Look, always: set[str]) -> Changes:
@@ -174,6 +233,13 @@ class Looker:
             return self.look(entries)
 
         return Changes(look, self._lines, self._nest.members, before=before, always=always)
+
+
+def _nothing(*_: Any) -> None:
+    """The leaf itself knows how it is set."""
+
+
+_NO_OWNER = Owner(_nothing, _nothing)
 
 
 def is_function(frame: FrameType) -> bool:

@@ -11,6 +11,7 @@ What cannot be taken up where it was raises `Unfit`: the script is then run from
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import sys
@@ -23,7 +24,7 @@ import torch
 
 from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, say
 from holdfast.adapters.zero.nested_items import Items
-from holdfast.adapters.zero.nested_look import Entry, Looker, is_function
+from holdfast.adapters.zero.nested_look import Entry, Looker, Untouched, is_function
 from holdfast.adapters.zero.nested_objects import collect
 from holdfast.adapters.zero.nested_script import Nest, Site
 from holdfast.adapters.zero.nested_state import (
@@ -34,6 +35,8 @@ from holdfast.adapters.zero.nested_state import (
     packed_randomness,
     put,
     put_randomness,
+    put_settings,
+    stand_in,
 )
 from holdfast.adapters.zero.objects import Kept
 from holdfast.adapters.zero.reach import Reach
@@ -81,6 +84,10 @@ class KeptLoops:
         if self._is_mine() and self._run is not None:
             self._left = True
             self._run.goes_on()
+
+    def turns(self) -> Iterator[int]:
+        """Returns the numbers of the turns of a `while`."""
+        return itertools.count()
 
     def take(self) -> tuple[Any, ...]:
         """Returns the values of the version, once."""
@@ -155,12 +162,9 @@ class KeptLoops:
             name: value for name, value in {**main, **mine}.items() if name not in hidden and not name.startswith("__")
         }
         judge = Reach(sets=(), used=(), kept=())
-        found = collect(self._nest.used, scope, judge.is_of_user)
+        found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user)
         if isinstance(found, str):
             return found, None, None
-        for name in site.carried:
-            if name not in scope:
-                return f"{name!r} is carried from one turn to the next and has no value before the loop", None, None
         looker = Looker(self._nest, found.things, frame)
         entry = looker.enter((), site, frame)
         if entry.before.unsure:
@@ -214,6 +218,9 @@ class KeptLoops:
 
     def _outer(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         start = run.outer_begins(self._stack)
+        if start is not None and entry.site.lives:
+            self._give(given(entry.site.lives, start["carried"]))
+            yield stand_in(entry.site.target, start["targets"])
         while True:
             self._left = False
             if start is None:
@@ -224,14 +231,17 @@ class KeptLoops:
                 run.goes_on()
                 return
             entry.inner = 0
-            if start is not None:
-                self._give(given(entry.site.lives, start["carried"]))
-                start = None
+            start = None
+            run.goes_in()
             yield item
+            run.comes_out()
             entry.taken += 1
 
     def _inner(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         version = run.inner_begins(self._stack)
+        if version is not None and entry.site.lives:
+            self._give(given(entry.site.lives, version["carried"]))
+            yield stand_in(entry.site.target, version["targets"])
         while True:
             self._left = False
             before = run.count.steps
@@ -240,10 +250,9 @@ class KeptLoops:
             except StopIteration:
                 break
             entry.taken += 1
-            if version is not None:
-                self._give(given(entry.site.lives, version["carried"]))
-                version = None
+            version = None
             yield item
+            run.unsaved = -1  # the item that is done has changed what a version of the step before would hold
             if run.count.steps != before:
                 run.made(self._stack)
         run.inner_ends(again=version is not None)
@@ -268,6 +277,10 @@ class _Run:
         outermost: the loop that began first.
         group: the ranks.
         events: told `script_kept` and `script_refused`.
+
+    Attributes:
+        count: steps that optimizers have made.
+        unsaved: number of the step that is done, and of which it is not known yet whether it may be saved; -1 if there is none.
     """
 
     def __init__(
@@ -287,6 +300,7 @@ class _Run:
         self._state = NestedState(nest, outermost, began, group)
         self._state.events = events
         self._state.stepped = _stepped(found)
+        self._state.objects = list(found.objects.values())
         self._objects = {**found.objects, "main_values": self._state}
         self._checkpointer = Checkpointer(root, **self._objects)
         events.emit("script_kept", root=root, objects=", ".join(sorted(found.objects)))
@@ -297,9 +311,11 @@ class _Run:
         self._child: SelfCheck | None = None
         self.count = Count()
         self._pending: dict[str, Any] | None = None
-        self._number = self._unsaved = -1
-        self._ended = False
+        self._number = self.unsaved = -1
+        self._ended = self._taken_up = False
         self._cleared: dict[int, frozenset[int]] = {}
+        models = self._objects["model"]
+        self._untouched = Untouched(models if isinstance(models, list) else [models])
 
     @property
     def looks(self) -> bool:
@@ -351,6 +367,8 @@ class _Run:
             return False
         if self._state.restored is not None and self._state.restored["position"]:
             self._end_checks()  # the run that saved made them
+            self._state.rehearsed = True
+            self._taken_up = True
             self._pending = self._state.restored
             self._state.randomness = self._pending["randomness"]
             put_randomness(self._state.randomness)
@@ -370,13 +388,31 @@ class _Run:
         if self._child is not None:
             self._child.refused(reason)
         self._end_checks()
+        self._untouched.end()
         self._ended = True
         self.count.close()
         self._checkpointer.abandon()
         raise Unfit(reason)
 
+    def goes_in(self) -> None:
+        """An item of an outer loop begins: the statements up to the inner loop run, which a restart makes again."""
+        if not self._ended:
+            self._untouched.begin()
+
+    def comes_out(self) -> None:
+        """An item of an outer loop is done."""
+        self._untouched.end()
+
     def enter(self, entries: Sequence[Entry], site: Site, frame: FrameType) -> Entry | None:
         """Returns a loop that begins inside of others; None if nothing is saved any more."""
+        if used := self._untouched.end():
+            used = (
+                f"{used} before the loop of line {site.line}, in a turn of that of line {entries[-1].site.line}: a restart in the "
+                f"inner loop would do that again, with parameters of a later step"
+            )
+            if self._pending is not None:
+                self.unfit(used)
+            self._state.doubt(used)
         try:
             entry = self._looker.enter(entries, site, frame)
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
@@ -408,6 +444,7 @@ class _Run:
             put(self._looker.look(entries), start["rows"], start["gone"])
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
+        put_settings(self._state.objects, start["settings"])
         put_randomness(start["rng"])
         entry.start = start
         return start
@@ -485,11 +522,13 @@ class _Run:
 
     def made(self, entries: Sequence[Entry]) -> None:
         """An optimizer has stepped in the item that is done."""
-        self._unsaved = -1
         if self._ended:
             return
         *_, entry = entries
         number = self._number + 1
+        self._state.rehearsed = (
+            self._taken_up or self._child is not None or bool(self._checks and not self._checks[0].reason)
+        )
         if not self._state.note(entries, number, self._cleared.get(entry.site.number, frozenset())):
             if self._child is None:
                 say(f"the last step of the loop of line {entry.site.line} is made again after a failure behind it")
@@ -505,17 +544,17 @@ class _Run:
         if self._stopped():
             return
         if any(check.pending for index, check in enumerate(self._checks) if index == 0 or entries[0].taken):
-            self._unsaved = number
+            self.unsaved = number
         else:
             self._checkpointer.step(number)
 
     def inner_ends(self, *, again: bool) -> None:
         """An innermost loop has no more items; everything is as behind its last step."""
-        if self._unsaved >= 0 and not self._ended:
-            self._checkpointer.step(self._unsaved)
+        if self.unsaved >= 0 and not self._ended:
+            self._checkpointer.step(self.unsaved)
         elif again and self._child is None:
             self._checkpointer.save(self._number, "durable")  # it may lie in memory alone
-        self._unsaved = -1
+        self.unsaved = -1
 
     def _stopped(self) -> bool:
         """Tell whether nothing is saved any more; ends all that is open if so."""
@@ -543,6 +582,7 @@ class _Run:
         """The outermost loop is left."""
         if self._child is not None:
             os._exit(0)  # nothing more of the script runs here
+        self._untouched.end()
         if self._ended:
             return
         self._ended = True

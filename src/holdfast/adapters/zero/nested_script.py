@@ -2,7 +2,7 @@
 
     for epoch in range(3):                __holdfast_kept__.at(0)
         train(model, loader)              for epoch in __holdfast_kept__(0, range(3)):
-                                              if __holdfast_kept__.back: (best,) = __holdfast_kept__.take()
+                                              if __holdfast_kept__.back: (best,) = __holdfast_kept__.take(); continue
     def train(model, loader):                 train(model, loader)
         for batch in loader:                  ...
             ...                           in train: __holdfast_kept__.at(1); for batch in __holdfast_kept__(1, loader): ...
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.adapters.zero.script import (
     HOOK,
@@ -30,9 +31,15 @@ from holdfast.adapters.zero.script import (
     read_by_text,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
+from holdfast.checkpoint.usage.clock_names import clock_names
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
+# The number of the turn of what was a `while`.
+TURN = "__holdfast_turn__"
+
 _Place = tuple[int, int]
+# Words by which gradients are read.
+_GRADIENTS = {"grad", "get_total_norm", "unscale_"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,8 @@ class Site:
         sets: names that the loop sets.
         dead: of an outer loop: names whose values nobody reads any more while an inner loop runs.
         gradients: what every turn clears and reads of gradients, in order.
+        target: names that each item is given to: one, or a tuple of such.
+        grads: whether what stands outside of it may read the gradients of its last step.
     """
 
     number: int
@@ -62,6 +71,8 @@ class Site:
     sets: frozenset[str]
     dead: frozenset[str]
     gradients: tuple[Event, ...]
+    target: Any
+    grads: bool
 
     @property
     def lives(self) -> tuple[str, ...]:
@@ -80,8 +91,10 @@ class Nest:
         members: names of which nothing is asked but what they contain.
         pops: whether something is popped that may be a set.
         reads_clock: whether the script reads a clock.
+        clocked: names that may hold what a clock told.
         reads_files: whether the script calls something that may have it go on from a file of its own.
         bounds: names and attributes that say how far loops count.
+        retains: whether the script speaks of graphs that outlive a backward pass.
         lines: attribute or name -> the first line that stores to it or calls a method of it.
     """
 
@@ -91,8 +104,10 @@ class Nest:
     members: frozenset[str]
     pops: bool
     reads_clock: bool
+    clocked: frozenset[str]
     reads_files: bool
     bounds: frozenset[str]
+    retains: bool
     lines: tuple[tuple[str, int], ...]
 
 
@@ -105,6 +120,11 @@ def find_nested(source: str) -> Nest | str:
     tree = ast.parse(source)
     if any(name.split(".")[0] == "holdfast" for name in imported(tree)):
         return ITSELF
+    before = _Calls(tree)
+    whiles = {
+        id(node) for node in ast.walk(tree) if isinstance(node, ast.While) and not node.orelse and before.trains(node)
+    }
+    tree = _Turns(whiles).visit(tree)
     calls = _Calls(tree)
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and calls.trains(node)]
     loops.sort(key=lambda loop: (loop.lineno, loop.col_offset))
@@ -117,6 +137,7 @@ def find_nested(source: str) -> Nest | str:
     inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
     kept = [loop for loop in loops if isinstance(loop, ast.For)]
     sites = [_site(tree, calls, known, number, loop, inner[number]) for number, loop in enumerate(kept)]
+    retains = any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in ast.walk(tree))
     words = {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for node in ast.walk(tree)
@@ -132,6 +153,7 @@ def find_nested(source: str) -> Nest | str:
     bounds = {ast.unparse(node) for node in heads if isinstance(node, ast.Attribute | ast.Name)}
     members = frozenset(only_members(tree))
     pops = any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree))
+    clocked = clock_names(tree)
     for loop, site in zip(kept, sites, strict=True):
         _rewrite(tree, loop, site)
     ast.fix_missing_locations(tree)
@@ -142,16 +164,46 @@ def find_nested(source: str) -> Nest | str:
         members=members,
         pops=pops,
         reads_clock=bool(words & CLOCKS),
+        clocked=clocked,
         reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
+        retains=retains,
         lines=tuple(sorted(lines.items())),
     )
+
+
+class _Turns(ast.NodeTransformer):
+    """Makes `while x: ...` a loop over its turns: `for turn in ...: if not x: break; ...`."""
+
+    def __init__(self, whiles: set[int]) -> None:
+        self._whiles = whiles
+
+    def visit_While(self, node: ast.While) -> ast.stmt:
+        self.generic_visit(node)
+        if id(node) not in self._whiles:
+            return node
+        body = node.body
+        if not (isinstance(node.test, ast.Constant) and node.test.value):
+            body = [ast.If(ast.UnaryOp(ast.Not(), node.test), [ast.Break()], []), *body]
+        turns = ast.Call(ast.Attribute(ast.Name(HOOK, ast.Load()), "turns", ast.Load()), [], [])
+        found = ast.For(ast.Name(TURN, ast.Store()), turns, body, [])
+        for part in (
+            found,
+            found.target,
+            turns,
+            *ast.walk(turns),
+            *body[:1],
+            *(ast.walk(body[0]) if body is not node.body else ()),
+        ):
+            if not hasattr(part, "lineno"):
+                ast.copy_location(part, node)
+        return ast.fix_missing_locations(ast.copy_location(found, node))
 
 
 def _why_not(tree: ast.Module, loop: ast.For | ast.While) -> str:
     """Returns what is in the way of a loop; empty if nothing is."""
     if isinstance(loop, ast.While):
-        return f"the loop of line {loop.lineno} does not go over something: for ... in ..."
+        return f"the loop of line {loop.lineno} is a while with an else"
     if loop.orelse:
         return f"the loop of line {loop.lineno} has an else"
     if not all(isinstance(node, ast.Name) for node in _targets(loop.target)):
@@ -169,6 +221,12 @@ def _targets(node: ast.expr) -> Iterator[ast.expr]:
         yield from _targets(node.value)
     else:
         yield node
+
+
+def _target(node: ast.expr) -> Any:
+    if isinstance(node, ast.Tuple | ast.List):
+        return tuple(_target(part) for part in node.elts if not isinstance(part, ast.Starred))
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
@@ -263,7 +321,9 @@ def _site(
         name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }
     ambient = (known.ambient - targets) | read_by_text(tree, loop)
-    must = _carried(loop, Reader(targets, known, runs=True), sets, outside, ambient)
+    early = ambient & _read_outside(tree, loop)
+    # What only code behind an outer loop reads, the turn that is begun again sets.
+    must = _carried(loop, Reader(targets, known, runs=True), sets, set() if inner else outside, early)
     may = _carried(loop, Reader(targets, known), sets, outside, ambient)
     gradients = () if inner else read(loop.body, calls.functions, calls.methods)
     after = (sets & outside) - may
@@ -279,7 +339,17 @@ def _site(
         sets=frozenset(sets),
         dead=frozenset(sets - before - may - targets) if inner else frozenset(sets),
         gradients=gradients,
+        target=_target(loop.target),
+        grads=_reads_gradients(tree, loop),
     )
+
+
+def _read_outside(tree: ast.Module, loop: ast.For) -> set[str]:
+    """Returns the names that code reads which is not made anew in every turn of a loop: functions that do not stand in it."""
+    inside = {id(node) for part in loop.body for node in ast.walk(part)}
+    around = [node for node in ast.walk(tree) if any(part is loop for part in ast.walk(node))]
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function | ast.Lambda) and id(node) not in inside]
+    return loaded([node for node in functions if not any(node is each for each in around)]) | read_by_text(tree, loop)
 
 
 def _carried(loop: ast.For, reader: Reader, sets: set[str], outside: set[str], ambient: set[str]) -> set[str]:
@@ -304,6 +374,23 @@ def _place_of(body: Sequence[ast.stmt], calls: _Calls, inner: Sequence[ast.AST])
     return statement.lineno, statement.col_offset
 
 
+def _reads_gradients(tree: ast.Module, loop: ast.For) -> bool:
+    """Tell whether gradients are read, or added to, outside of a loop."""
+    inside = {id(node) for node in ast.walk(loop)}
+    for node in ast.walk(tree):
+        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if id(node) not in inside and (word in _GRADIENTS or "grad_norm" in word or "grad_value" in word):
+            return True
+    around = (
+        node for node in ast.walk(tree) if isinstance(node, ast.For) and any(part is loop for part in ast.walk(node))
+    )
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "backward" and id(node) not in inside
+        for outer in around
+        for node in ast.walk(outer)
+    )
+
+
 def _set_before(loop: ast.For, place: _Place) -> set[str]:
     nodes = [
         node
@@ -318,8 +405,8 @@ def _set_before(loop: ast.For, place: _Place) -> set[str]:
 def _rewrite(tree: ast.Module, loop: ast.For, site: Site) -> None:
     loop.iter = ast.Call(ast.Name(HOOK, ast.Load()), [ast.Constant(site.number), loop.iter], [])
     loop.body = [new for statement in loop.body for new in Leaving.of(statement)]
-    if site.lives:
-        loop.body[:0] = _lines(f"if {HOOK}.back:\n    {', '.join(site.lives)}, = {HOOK}.take()", loop)
+    if site.lives:  # before the next item is asked for: who makes it may read these names
+        loop.body[:0] = _lines(f"if {HOOK}.back:\n    {', '.join(site.lives)}, = {HOOK}.take()\n    continue", loop)
     names = [*site.lives, *site.after]
     behind = (
         _lines(f"if {HOOK}.back:\n    {', '.join(names)}, = {HOOK}.take()", loop) if names and not site.outer else []

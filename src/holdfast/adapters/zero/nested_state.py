@@ -8,11 +8,13 @@ again with that, runs the statements up to the inner loop, and then takes over w
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.adapters.zero.changes import Changed
 from holdfast.adapters.zero.loop import UNKEPT, packed, say, unpacked
@@ -24,6 +26,8 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.usage import carried_tensors
+from holdfast.checkpoint.usage.carried_tensors import is_carried
 from holdfast.tiers.format import values as value_codec
 
 _KEYS = {"position", "starts", "rows", "gone", "carried", "unsure", "began", "number"}
@@ -44,7 +48,9 @@ class NestedState:
         unsure: why no version of this run can be right any more.
         alone: whether this rank is the job.
         stepped: the parameters that the optimizers step.
+        objects: all that is kept.
         randomness: that the outermost loop began with.
+        rehearsed: whether the first steps are, or were, rehearsed.
         events: told why no version can be right any more.
         placing: the look whose values and owners take what a version carries; None: it is only noted.
     """
@@ -55,8 +61,10 @@ class NestedState:
         self.restored: dict[str, Any] | None = None
         self.refused = self.unsure = self.unrehearsed = ""
         self.stepped: Sequence[torch.Tensor] = ()
+        self.objects: Sequence[Any] = ()
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
+        self.rehearsed = False
         self.events = Events()
         self._noted: dict[str, Any] = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
@@ -77,7 +85,7 @@ class NestedState:
         assert items is not None
         after: dict[str, Any] | None = {}
         if items.size is None or inner.taken >= items.size:
-            after = self._after(inner.site, names)
+            after = self._after(inner.site, names) if not (inner.site.grads and self._has_gradients()) else None
             if after is None and items.size is not None:
                 return False
             if after is None:
@@ -86,7 +94,9 @@ class NestedState:
                 )
         changed = inner.changes.now()
         carried, lost = self.living(inner.site, names)
-        self.doubt(changed.reason or self._why_unsure(carried, cleared) or self._of_items(entries))
+        self.doubt(
+            changed.reason or self._why_unsure(carried, cleared) or self._of_items(entries) or _changed_around(entries)
+        )
         self._noted = {
             "range": [],
             "position": [_place(entry) for entry in entries],
@@ -94,6 +104,7 @@ class NestedState:
             "rows": changed.rows,
             "gone": changed.gone,
             "carried": carried,
+            "targets": _targets(inner),
             "lost": lost,
             "after": after,
             "unsure": self.unsure,
@@ -108,12 +119,17 @@ class NestedState:
         """Returns what is there as an item of an outer loop begins."""
         *_, entry = entries
         changed = entry.changes.now()
-        carried, lost = self.living(entry.site, entry.names())
+        names = entry.names()
+        carried, lost = self.living(entry.site, names)
+        entry.tensors = {
+            name: carried_tensors.token(names[name]) for name in carried if name in names and not is_plain(names[name])
+        }
         self.doubt(changed.reason)
         assert entry.items is not None
         return {
             "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "rng": packed_randomness(),
-            "digest": entry.items.digest(),
+            "digest": entry.items.digest(), "settings": settings(self.objects),
+            "targets": _targets(entry),
         }  # fmt: skip
 
     def living(self, site: Site, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -121,15 +137,19 @@ class NestedState:
         carried: dict[str, Any] = {}
         lost: list[str] = []
         for name in site.lives:
-            if name in names and is_plain(names[name]):
-                carried[name] = names[name]
+            value = names.get(name)
+            if name in names and is_plain(value):
+                carried[name] = value
+            elif name in site.carried and is_carried(value, is_plain, fixed=site.outer):
+                self.doubt(self._why_no_tensors(name, value))
+                carried[name] = carried_tensors.packed(value)
             elif name in site.loose:
                 lost.append(name)
             else:
                 what = f"a {type(names[name]).__qualname__}" if name in names else "without a value"
                 self.doubt(f"{name!r}, {what}, is carried from one turn of the loop of line {site.line} to the next")
         for name, value in carried.items():
-            if has_set(value) and name not in self._nest.members:
+            if is_plain(value) and has_set(value) and name not in self._nest.members:
                 self.doubt(
                     f"{name!r}, a set or with one in it, is carried from one turn to the next, and its order cannot be"
                 )
@@ -172,6 +192,17 @@ class NestedState:
                     f"warning: the first steps are not rehearsed, {reason}; state that holdfast cannot see would not be missed"
                 )
 
+    def _why_no_tensors(self, name: str, value: Any) -> str:
+        """Returns why tensors that live from turn to turn cannot be carried; empty if they can."""
+        found = list(carried_tensors.tensors(value))
+        if any(tensor.requires_grad for tensor in found) and (self._nest.retains or not self.rehearsed):
+            why = "the script retains graphs" if self._nest.retains else "the first steps are not rehearsed"
+            return f"{name!r} lives from one turn to the next with its graph, and {why}"
+        memory = [tensor.untyped_storage().data_ptr() for tensor in (*found, *self.stepped) if tensor.numel()]
+        if len({*memory[: len(found)]}) < len(found) or {*memory[: len(found)]} & {*memory[len(found) :]}:
+            return f"{name!r} lives from one turn to the next, and shares memory with another tensor"
+        return ""
+
     def _after(self, site: Site, names: Mapping[str, Any]) -> dict[str, Any] | None:
         found: dict[str, Any] = {}
         for name in site.after:
@@ -183,17 +214,16 @@ class NestedState:
 
     def _why_unsure(self, carried: Mapping[str, Any], cleared: frozenset[int]) -> str:
         try:
-            value_codec.encode(dict(carried))
+            value_codec.encode({name: value for name, value in carried.items() if is_plain(value)})
         except Exception as error:  # noqa: BLE001 - values of other people
             return f"what lives from one step to the next cannot be carried: {error}"
-        for parameter in self.stepped:
-            if (
-                id(parameter) not in cleared
-                and parameter.grad is not None
-                and bool(local_of(parameter.grad).count_nonzero())
-            ):
-                return "gradients live from one step to the next"
-        return ""
+        return "gradients live from one step to the next" if self._has_gradients(cleared) else ""
+
+    def _has_gradients(self, without: frozenset[int] = frozenset()) -> bool:
+        """Tell whether a parameter that is stepped has a gradient that is not zero."""
+        return any(
+            id(p) not in without and p.grad is not None and bool(local_of(p.grad).count_nonzero()) for p in self.stepped
+        )
 
     def _of_items(self, entries: Sequence[Entry]) -> str:
         for entry in entries:
@@ -232,9 +262,39 @@ class NestedState:
         return ""
 
 
+def _changed_around(entries: Sequence[Entry]) -> str:
+    """Returns which tensor of an outer loop was changed in place since its item began; empty if none was."""
+    for entry in entries[:-1]:
+        names = entry.names() if entry.tensors else {}
+        for name, token in entry.tensors.items():
+            if name not in entries[-1].site.lives and carried_tensors.token(names.get(name)) != token:
+                return f"{name!r}, which lives from one turn of the loop of line {entry.site.line} to the next, is changed in an inner loop"
+    return ""
+
+
 def _place(entry: Entry) -> list[Any]:
     assert entry.items is not None
     return [entry.site.number, entry.taken, entry.items.shape, entry.made, entry.drawn, entry.items.digest()]
+
+
+def _targets(entry: Entry) -> dict[str, Any]:
+    """Returns what the names of a loop's item hold, as far as it is a number or a text."""
+    names = entry.names()
+    held = {name: names[name] for name in _flat(entry.site.target) if name in names}
+    return {name: value for name, value in held.items() if type(value) in (bool, int, float, str)}
+
+
+def _flat(target: Any) -> Iterator[str]:
+    if isinstance(target, str):
+        yield target
+    else:
+        for part in target:
+            yield from _flat(part)
+
+
+def stand_in(target: Any, values: Mapping[str, Any]) -> Any:
+    """Returns an item that sets the names of a loop to what they held."""
+    return values.get(target) if isinstance(target, str) else tuple(stand_in(part, values) for part in target)
 
 
 def _shown(shape: Sequence[Any]) -> str:
@@ -243,7 +303,9 @@ def _shown(shape: Sequence[Any]) -> str:
 
 def given(names: Sequence[str], carried: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
     """Returns the values of these names, in order; what was lost tells so when it is used."""
-    found = {**carried, **{name: unpacked(value) for name, value in (after or {}).items()}}
+    found = {name: carried_tensors.unpacked(value) for name, value in carried.items()} | {
+        name: unpacked(value) for name, value in (after or {}).items()
+    }
     return tuple(found[name] if name in found else Lost(name) for name in names)
 
 
@@ -269,6 +331,29 @@ def differing(saved: Sequence[Sequence[Any]], now: Changed) -> str:
     there = {row[0]: value_codec.encode(row[3]) for row in saved}
     here = {row[0]: value_codec.encode(row[3]) for row in now.rows}
     return next((path for path in (*there, *here) if there.get(path) != here.get(path)), "")
+
+
+def settings(objects: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns what a script may read of optimizers and schedulers before an inner loop begins: learning rates, counts of steps."""
+    return [{key: value for key, value in held.items() if _is_setting(value)} for held in _with_settings(objects)]
+
+
+def put_settings(objects: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Sets them as they were; a restore that follows sets them as the version has them."""
+    for held, values in zip(_with_settings(objects), saved, strict=False):
+        held.update({key: list(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+def _with_settings(objects: Sequence[Any]) -> list[dict[str, Any]]:
+    parts = [part for thing in objects for part in (thing if isinstance(thing, list) else [thing])]
+    groups = [group for part in parts if isinstance(part, Optimizer) for group in part.param_groups]
+    return [*groups, *(vars(part) for part in parts if isinstance(part, LRScheduler))]
+
+
+def _is_setting(value: Any) -> bool:
+    return type(value) in (bool, int, float) or (
+        type(value) is list and all(type(part) in (int, float) for part in value)
+    )
 
 
 def packed_randomness() -> dict[str, Any]:

@@ -5,6 +5,7 @@
     look.fixed        path -> token of something that nobody can set back: a tensor, an array, the class of an object
     look.orders       path of a dict that is not carried whole -> its keys
     look.shared       path of a plain value that has a part in common with another -> what that is
+    look.local        path of a number or text under a name of a function -> its token: nobody can set it
     look.unknown      objects that cannot be looked into, of which nobody knows whether they keep something
     look.unsure       what may hold a place that nobody can read: iterators, generators, files
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import contextlib
 import datetime as dt
 import decimal
 import enum
@@ -71,7 +73,7 @@ _NAMED = (
 # Objects of libraries that keep nothing from one step to the next.
 STANDING = (
     *_NAMED, types.ModuleType, types.FunctionType, types.MethodType, type, logging.Logger, argparse.Namespace, DeviceMesh,
-    dist.ProcessGroup, functools.partial, Sampler, DataLoader, nn.modules.loss._Loss, re.Pattern, dt.date, dt.time,
+    dist.ProcessGroup, functools.partial, Sampler, DataLoader, nn.modules.loss._Loss, contextlib.nullcontext, torch.autocast, re.Pattern, dt.date, dt.time,
     dt.timedelta, dt.tzinfo,
 )  # fmt: skip
 # Parts of classes and modules that keep nothing, and locks.
@@ -145,6 +147,7 @@ class Look:
     unknown: list[tuple[str, str]] = field(default_factory=list)
     orders: dict[str, list[Any]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
+    local: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Reach:
@@ -237,6 +240,8 @@ class Reach:
     ) -> None:
         """Looks at the names of a function."""
         for name in self._in_order(scope.keys() - without):
+            if type(scope[name]) in _ATOMS:
+                walk.found.local[f"{path}.{name}"] = (type(scope[name]).__qualname__, repr(scope[name]))
             walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
 
     def is_of_user(self, value: Any) -> bool:
@@ -473,8 +478,10 @@ class _Walk:
         elif isinstance(value, _CONTAINERS):
             self._container(path, value, asks, hold)
         elif isinstance(value, tuple | frozenset):
-            self.found.fixed[path] = (kind.__qualname__, _token(value) if is_plain(value) else len(value))
-            self._each(path, enumerate(value), asks=asks)
+            plain = is_plain(value)
+            self.found.fixed[path] = (kind.__qualname__, _token(value) if plain else len(value))
+            parts = ((key, part) for key, part in enumerate(value) if not plain or type(part) not in _ATOMS)
+            self._each(path, parts, asks=asks)
         elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
             self._array(path, value, hold)
             if asks and value.nbytes > MAX_BYTES and getattr(value, "mode", "") != "r":
@@ -722,6 +729,8 @@ class _Walk:
 
     def _each(self, path: str, items: Iterable[tuple[Any, Any]], *, asks: int) -> None:
         for key, value in items:
+            if type(value) in _ATOMS:
+                self.found.fixed[f"{path}[{key!r}]"] = (type(value), repr(value))
             self.visit(f"{path}[{key!r}]", value, asks=asks)
 
 

@@ -1,0 +1,93 @@
+"""Tensors, and containers of them, that live from turn to turn under a name: what can be carried, and how it comes back.
+
+A tensor is carried without its graph, which no backward pass goes through twice; so one with a graph is carried only where the
+first steps were rehearsed. It comes back on its device, in memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.checkpoint.entries.sharding import local_of
+
+# More is not carried under one name.
+MAX_BYTES = 64 << 20
+_MAX_DEPTH = 8
+_KEY = "holdfast.tensor"
+
+
+def is_carried(value: Any, is_plain: Callable[[Any], bool], *, fixed: bool = False, depth: int = 0) -> bool:
+    """Tell whether a value is made of plain values and tensors that can be carried.
+
+    Args:
+        value: of a name.
+        is_plain: tells whether a value can be stored as it is.
+        fixed: whether only what is never filled or emptied in place counts: no lists, no dicts.
+        depth: how many containers it lies in.
+    """
+    if isinstance(value, torch.Tensor):
+        return (
+            type(value) is torch.Tensor
+            and value.layout is torch.strided
+            and not value.is_quantized
+            and not (value.is_leaf and value.requires_grad)
+            and value.nbytes <= MAX_BYTES
+        )
+    if is_plain(value):
+        return not fixed or not isinstance(value, list | dict | set)
+    kinds = (tuple,) if fixed else (tuple, list, dict)
+    if depth > _MAX_DEPTH or type(value) not in kinds:
+        return False
+    if isinstance(value, dict) and not all(type(key) is str and key != _KEY for key in value):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return all(is_carried(part, is_plain, fixed=fixed, depth=depth + 1) for part in parts)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in a value that is carried."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors(part)
+
+
+def packed(value: Any) -> Any:
+    """Returns a value as it is saved."""
+    if isinstance(value, torch.Tensor):
+        return {_KEY: value.detach().clone(), "device": str(value.device)}
+    if next(tensors(value), None) is None:
+        return value
+    if isinstance(value, dict):
+        return {key: packed(part) for key, part in value.items()}
+    return type(value)(map(packed, value))
+
+
+def unpacked(value: Any) -> Any:
+    """Returns a value as it was."""
+    if isinstance(value, dict) and value.keys() == {_KEY, "device"}:
+        return value[_KEY].detach().to(value["device"]).clone()
+    if next(tensors(value), None) is None:
+        return value
+    if isinstance(value, dict):
+        return {key: unpacked(part) for key, part in value.items()}
+    return type(value)(map(unpacked, value))
+
+
+def token(value: Any) -> object:
+    """Returns what is equal as long as all tensors of a value are as they were."""
+    found: list[object] = []
+    for tensor in tensors(value):
+        local = local_of(tensor).detach()
+        facts = (tuple(local.shape), str(local.dtype))
+        if local.device.type == "cpu" and local.numel():
+            data = local.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+            found.append((*facts, xxhash.xxh3_64_digest(memoryview(data))))  # type: ignore[arg-type]  # an array has a buffer
+        else:
+            found.append((*facts, id(tensor), tensor._version))
+    return found

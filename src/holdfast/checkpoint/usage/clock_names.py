@@ -1,0 +1,59 @@
+"""Finds the names of a script that may hold a time: no two runs have the same there, and nobody takes that for a fault.
+
+    t0 = time.time()                 t0, by a word of a clock
+    spent = now() - t0               spent, by a name that holds one, or by a function of the script that asks a clock
+    def train(epoch, since): ...     since, if it is called as train(1, t0)
+
+Pure: a tree in, names out. It follows names only, not attributes and items.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, stored
+
+
+def clock_names(tree: ast.Module) -> frozenset[str]:
+    """Returns the names that may hold what a clock told."""
+    functions: dict[str, list[Function]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            functions.setdefault(node.name, []).append(node)
+    found: set[str] = set()
+    while True:
+        new = {name for node in ast.walk(tree) for name in _given(node, functions, CLOCKS | found)} - found
+        if not new:
+            return frozenset(found)
+        found |= new
+
+
+def _given(node: ast.AST, functions: dict[str, list[Function]], words: set[str]) -> set[str]:
+    """Returns what gets a time by one node."""
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
+        return stored([node]) if node.value is not None and _asks(node.value, functions, words) else set()
+    if isinstance(node, ast.Return) and node.value is not None and _asks(node.value, functions, words):
+        return {name for name, found in functions.items() if any(node in ast.walk(each) for each in found)}
+    if isinstance(node, ast.Call):
+        return {name for each in functions.get(_word(node.func), ()) for name in _passed(node, each, functions, words)}
+    return set()
+
+
+def _passed(call: ast.Call, function: Function, functions: dict[str, list[Function]], words: set[str]) -> set[str]:
+    """Returns the parameters of a function that a call gives a time."""
+    names = [part.arg for part in (*function.args.posonlyargs, *function.args.args)]
+    names = names[names[:1] in (["self"], ["cls"]) :]
+    passed = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords if word.arg)]
+    return {name for name, value in passed if _asks(value, functions, words)}
+
+
+def _asks(value: ast.AST, functions: dict[str, list[Function]], words: set[str]) -> bool:
+    """Tell whether an expression may be a time: what is passed to a function of the script is no part of its result."""
+    if isinstance(value, ast.Call) and _word(value.func) in functions:
+        return _word(value.func) in words
+    return _word(value) in words or any(_asks(part, functions, words) for part in ast.iter_child_nodes(value))
+
+
+def _word(node: ast.AST) -> str:
+    """Returns the last name of `a.b`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
