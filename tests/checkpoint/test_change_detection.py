@@ -26,7 +26,7 @@ def of_the_same_memory(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class Other(torch.Tensor):
-    """A class of which torch compares no storage for us."""
+    """A class that is not torch's own."""
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, Other])
@@ -56,7 +56,6 @@ def test_a_tensor_elsewhere_has_changed() -> None:
 
 @pytest.mark.parametrize("kind", [torch.Tensor, Other])
 def test_what_is_turned_or_freed_in_place_has_changed(kind: type[torch.Tensor]) -> None:
-    """Neither is followed by the alias that a tensor is compared with."""
     tensors = [torch.ones(4, 4).as_subclass(kind) for _ in range(3)]
     watch = Tensors(tensors)
     tensors[0].t_()
@@ -64,6 +63,24 @@ def test_what_is_turned_or_freed_in_place_has_changed(kind: type[torch.Tensor]) 
     tensors[0].t_()
     assert watch.unchanged()
     tensors[2].untyped_storage().resize_(0)
+    assert not watch.unchanged()
+
+
+def test_what_a_script_frees_by_other_data_is_free_at_once() -> None:
+    """State that is taken off a device between saves must make room there."""
+    tensor = nn.Parameter(torch.ones(4, 4))
+    watch, memory = Tensors([tensor]), tensor.untyped_storage()._weak_ref()
+    assert watch.unchanged()
+    tensor.data = torch.ones(4, 4)
+    assert torch.UntypedStorage._expired(memory)
+    assert not watch.unchanged()
+
+
+def test_devices_for_which_torch_compares_no_storage_are_looked_at() -> None:
+    tensor = torch.ones(4, 4, device="meta")
+    watch = Tensors([tensor])
+    assert watch.unchanged()
+    tensor.data = tensor.t()
     assert not watch.unchanged()
 
 

@@ -72,6 +72,17 @@ def test_memory_that_is_put_off_is_made_when_somebody_waits_for_it(make_rig: Mak
     reached([first, second], save_all([first, second], 1), Level.CAPTURED)
 
 
+def test_memory_that_was_put_off_and_is_too_small_leaves_the_budget(make_rig: MakeRig) -> None:
+    rig = make_rig(memory_budget="8MiB")
+    (trainer,) = rig.start(prepare=False)
+    trainer.client.prepare(2 << 20, 2, num_ready=0, put_off=True)
+
+    trainer.client.prepare(3 << 20, 2, num_ready=0, put_off=True)
+
+    assert states(rig, 0) == ["unpopulated", "unpopulated"]
+    assert len(trainer.client.prepare(3 << 20, 2)) == 2
+
+
 def test_a_save_is_not_given_a_slot_that_is_not_complete(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = joined(rig)

@@ -18,12 +18,8 @@ from torch.distributed.tensor import DTensor
 
 # Values of these kinds are read anew at every save; that they change is not a change of structure.
 SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
-# Whose storage, offset, shape and strides torch compares in one call.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_on_host = attrgetter("is_cpu")
-_dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
-# What else is asked of tensors of other classes; each of all tensors in one go.
-_FACTS: tuple[Callable[[torch.Tensor], object], ...] = (attrgetter("shape"), torch.Tensor.stride)
+# Of a tensor, beside its address; each is asked of all tensors in one go, and by calls that every device has.
+_FACTS: tuple[Callable[[torch.Tensor], object], ...] = (attrgetter("shape"), torch.Tensor.stride, attrgetter("dtype"))
 
 
 class Containers:
@@ -54,8 +50,8 @@ class Tensors:
     """A fixed list of tensors: unchanged while memory, shape, strides, dtype and placement are the same.
 
     Nothing that the garbage collector tracks is kept of a look: a few thousand tuples per save would make it search the
-    whole process again and again, which took longer than all else of a save. Each tensor is compared with an alias of it, which no
-    change of the tensor itself follows: in one call, where all are of classes of torch's own.
+    whole process again and again, which took longer than all else of a save. Nor is anything kept that holds memory: what a
+    script frees by another `.data` is free at once.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -64,21 +60,14 @@ class Tensors:
         self._placements = [(t.device_mesh, t.placements, t.shape) for t in self._sharded]
         seen = self._local()
         self._addresses = array("Q", map(torch.Tensor.data_ptr, seen))
-        self._aliases: list[torch.Tensor] | None = None
-        # On a device the comparison may be a kernel, which waits, or may not be there.
-        if all(map(_PLAIN.__contains__, map(type, seen))) and all(map(_on_host, seen)):
-            self._aliases = [tensor.detach() for tensor in seen]
-        self._dtypes = list(map(_dtype_of, seen))
-        self._facts = [list(map(getter, seen)) for getter in _FACTS] if self._aliases is None else []
+        self._facts = [list(map(getter, seen)) for getter in _FACTS]
 
     def unchanged(self) -> bool:
         """Return whether every tensor is where and what it was."""
         now = self._local()
         return (
             array("Q", map(torch.Tensor.data_ptr, now)) == self._addresses
-            and (self._aliases is None or all(map(torch.Tensor.is_set_to, now, self._aliases)))
-            and same_objects(list(map(_dtype_of, now)), self._dtypes)
-            and all(all(map(eq, map(getter, now), seen)) for getter, seen in zip(_FACTS, self._facts, strict=False))
+            and all(all(map(eq, map(getter, now), seen)) for getter, seen in zip(_FACTS, self._facts, strict=True))
             and all(
                 t._spec.mesh is mesh and t._spec.placements == placements and t.shape == shape
                 for t, (mesh, placements, shape) in zip(self._sharded, self._placements, strict=True)

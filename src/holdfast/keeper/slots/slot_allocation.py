@@ -148,7 +148,7 @@ class SlotAllocator:
         slots = slot_pool.of_rank(rank)
         small = [held for held in slots if held.slot.num_bytes < request.num_bytes and not held.outgrown]
         missing = max(0, request.num_slots - sum(not held.outgrown and held not in small for held in slots))
-        free = sum(held.slot.total_bytes for held in small if held.state is SlotState.EMPTY and not held.pins)
+        free = sum(held.slot.total_bytes for held in small if held.is_empty)
         needed = missing * slot_memory.slot_bytes(request.num_bytes) - free
         slot_pool.with_room(lambda: slot_pool.budget.check(needed, f"reserving {missing} slots for rank {rank}"))
         for held in small:

@@ -79,6 +79,11 @@ class HeldSlot:
         return self.state is SlotState.UNPOPULATED and POPULATING not in self.pins
 
     @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is in it, nobody has a use for it, and nobody makes its pages."""
+        return self.is_put_off or (self.state is SlotState.EMPTY and not self.pins)
+
+    @property
     def view(self) -> SlotView:
         """Return what the overwrite guard sees. Images that all failed their digest are worth nothing: it may be
         overwritten.
@@ -269,11 +274,10 @@ class SlotPool:
     def collect(self, is_free: Callable[[HeldSlot], bool]) -> None:
         """Frees outgrown slots that may be overwritten."""
         for held in self:
-            empty = held.state is SlotState.EMPTY and not held.pins
             if held.transient:
                 gone = not held.pins
             else:
-                gone = held.outgrown and (empty or is_free(held))
+                gone = held.outgrown and (held.is_empty or is_free(held))
             if gone:
                 self.drop(held)
 
