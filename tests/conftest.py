@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
 import time
 import uuid
@@ -94,6 +95,16 @@ def _own_memory_files() -> set[str]:
         if target.startswith("/memfd:"):
             found.add(f"{link.name} -> {target}")
     return found
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A checkpointer that was told to end leaves SIGTERM ignored, for its process ends; this one goes on, and forks."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
