@@ -461,13 +461,16 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
-# Rank 1 is killed once while both hold shared memory under a name of their own.
+# Rank 1 is killed once, when both have made shared memory under a name of their own. Not before: what is interrupted between
+# the making and the entry in Python's list of what to remove is left by Python itself.
 SHARES = """
-import os, pathlib, signal
+import os, pathlib, signal, time
 from multiprocessing.shared_memory import SharedMemory
 here, rank = pathlib.Path(os.environ["HERE"]), os.environ["RANK"]
 memory = SharedMemory(here.name + rank, create=True, size=64)
+(here / ("made" + rank)).touch()
 if rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    while not (here / "made0").exists(): time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 memory.close()
 memory.unlink()
