@@ -326,32 +326,64 @@ class Count:
         self._handle.remove()
 
 
-class _Carried:
+class Doubts:
+    """Tells the person who started the job, once, what makes the versions of a run unsure.
+
+    Args:
+        group: the ranks.
+
+    Attributes:
+        unsure: why no version of this run can be right any more; empty as long as nothing says so.
+        unrehearsed: why its first steps are not rehearsed.
+        alone: whether this rank is the job.
+        events: told why no version can be right any more.
+    """
+
+    def __init__(self, group: collectives.Ranks) -> None:
+        self._rank = group.rank
+        self.alone = group.world_size == 1
+        self.events = Events()
+        self.unsure = self.unrehearsed = ""
+
+    def doubt(self, reason: str) -> None:
+        """Says a reason why no version of this run can be right any more, once; nothing if it is empty."""
+        if reason and not self.unsure:
+            self.unsure = reason
+            self.events.emit("script_refused", reason=reason)
+            who = "" if self.alone else f"rank {self._rank}: "
+            say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
+
+    def rehearses(self, reason: str) -> None:
+        """Says once why the first steps are not rehearsed; nothing if it is empty."""
+        if reason and not self.unrehearsed:
+            self.unrehearsed = reason
+            if self._rank == 0:
+                say(
+                    f"warning: the first steps are not rehearsed, {reason}; state that holdfast cannot see would not be missed"
+                )
+
+
+class _Carried(Doubts):
     """The position and all that is carried, as an object with a state.
 
     Attributes:
         value: the number that the loop had in the version that was restored; None if there was none.
         restored: what names of the script meant then; None if nothing was restored.
         refused: why a version was not taken.
-        unsure: why no version of this run can be right any more.
-        alone: whether this rank is the job.
         stepped: the parameters that the optimizer steps.
         clears: whether every step surely clears their gradients first.
         objects: what is saved, by name.
-        events: told why no version can be right any more.
     """
 
     def __init__(self, loop: Loop, steps: range, names: Names, changes: Changes, group: collectives.Ranks) -> None:
+        super().__init__(group)
         self._loop, self._steps, self._names, self._changes = loop, steps, names, changes
-        self._rank = group.rank
-        self.alone = group.world_size == 1
         self.stepped: list[torch.Tensor] = []
         self.clears = False
         self.objects: dict[str, Any] = {}
-        self.events = Events()
         self.value: int | None = None
         self.restored: dict[str, Any] | None = None
-        self.refused = self.unsure = self._unrehearsed = ""
+        self.refused = ""
         self._began = changes.began(loop.used, loop.bounds) if loop.reads_files else {}
         self._noted: dict[str, Any] = self._state(None, {}, {}, Changed([], []))
 
@@ -400,24 +432,12 @@ class _Carried:
             "rows": changed.rows, "gone": changed.gone, "unsure": self.unsure, "began": self._began,
         }  # fmt: skip
 
-    def doubt(self, reason: str) -> None:
-        """Says a reason why no version of this run can be right any more, once; nothing if it is empty."""
-        if reason and not self.unsure:
-            self.unsure = reason
-            self.events.emit("script_refused", reason=reason)
-            who = "" if self.alone else f"rank {self._rank}: "
-            say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
-
     def rehearses(self, reason: str) -> None:
-        """Says once why the first steps are not rehearsed; nothing if it is empty."""
-        if reason and not self._unrehearsed:
-            self._unrehearsed = reason
-            if self._rank == 0:
-                say(
-                    f"warning: the first steps are not rehearsed, {reason}; state that holdfast cannot see would not be missed"
-                )
-            if self._changes.before.unknown:
-                self.doubt(unknown(self._changes, reason))
+        """Says once why the first steps are not rehearsed, and doubts what only a rehearsal could judge; nothing if it is empty."""
+        first = reason and not self.unrehearsed
+        super().rehearses(reason)
+        if first and self._changes.before.unknown:
+            self.doubt(unknown(self._changes, reason))
 
     def _why_unsure(self, carried: Mapping[str, Any], names: Mapping[str, Any]) -> str:
         for name in self._loop.carried:

@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.adapters.zero.changes import Changed
-from holdfast.adapters.zero.loop import UNKEPT, packed, say, unpacked
+from holdfast.adapters.zero.loop import Doubts, packed, unpacked
 from holdfast.adapters.zero.nested_look import Entry, Lost
 from holdfast.adapters.zero.nested_script import Nest, Site
 from holdfast.adapters.zero.reach import Look, has_set, is_plain
 from holdfast.base.errors import MismatchError
-from holdfast.base.events import Events
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
@@ -33,7 +32,7 @@ from holdfast.tiers.format import values as value_codec
 _KEYS = {"position", "starts", "rows", "gone", "carried", "unsure", "began", "number"}
 
 
-class NestedState:
+class NestedState(Doubts):
     """Holds what a version has besides the objects.
 
     Args:
@@ -45,27 +44,23 @@ class NestedState:
     Attributes:
         restored: the version that was loaded; None if there is none.
         refused: why a version was not taken.
-        unsure: why no version of this run can be right any more.
-        alone: whether this rank is the job.
         stepped: the parameters that the optimizers step.
         objects: all that is kept.
         randomness: that the outermost loop began with.
         rehearsed: whether the first steps are, or were, rehearsed.
-        events: told why no version can be right any more.
         placing: the look whose values and owners take what a version carries; None: it is only noted.
     """
 
     def __init__(self, nest: Nest, outermost: Entry, began: dict[str, str], group: collectives.Ranks) -> None:
+        super().__init__(group)
         self._nest, self._outermost, self._began = nest, outermost, began
-        self._rank, self.alone = group.rank, group.world_size == 1
         self.restored: dict[str, Any] | None = None
-        self.refused = self.unsure = self.unrehearsed = ""
+        self.refused = ""
         self.stepped: Sequence[torch.Tensor] = ()
         self.objects: Sequence[Any] = ()
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
         self.rehearsed = False
-        self.events = Events()
         self._noted: dict[str, Any] = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
             "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {},
@@ -174,23 +169,6 @@ class NestedState:
         self._noted = self.restored = state
         if self.placing is not None:
             put(self.placing, state["rows"], state["gone"])
-
-    def doubt(self, reason: str) -> None:
-        """Says a reason why no version of this run can be right any more, once; nothing if it is empty."""
-        if reason and not self.unsure:
-            self.unsure = reason
-            self.events.emit("script_refused", reason=reason)
-            who = "" if self.alone else f"rank {self._rank}: "
-            say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
-
-    def rehearses(self, reason: str) -> None:
-        """Says once why the first steps are not rehearsed; nothing if it is empty."""
-        if reason and not self.unrehearsed:
-            self.unrehearsed = reason
-            if self._rank == 0:
-                say(
-                    f"warning: the first steps are not rehearsed, {reason}; state that holdfast cannot see would not be missed"
-                )
 
     def _why_no_tensors(self, name: str, value: Any) -> str:
         """Returns why tensors that live from turn to turn cannot be carried; empty if they can."""
