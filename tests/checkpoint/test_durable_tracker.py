@@ -30,7 +30,7 @@ from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually, start_hurtable
 from kit.checkpointers import Make, Trainee, leave, wait_gone
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Told:
@@ -120,6 +120,33 @@ def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make:
     with pytest.raises(LevelNotReached, match="i000001-s0000000001 is durable, but not at /proc/no/such/place"):
         checkpointer.flush(DEADLINE_S)
     assert Version(1, 1) in versions(tmp_path / "job")
+
+
+def test_a_callback_that_does_not_return_is_no_reason_for_flush_to_fail(make: Make, tmp_path: Path) -> None:
+    called, returns = threading.Event(), threading.Event()
+
+    def told(version: Version, error: HoldfastError | None) -> None:
+        called.set()
+        assert returns.wait(DEADLINE_S)
+
+    trainee = Trainee()
+    checkpointer = make(trainee, on_durable=told)
+    checkpointer.restore()
+    checkpointer.save(0, "durable")
+    assert called.wait(DEADLINE_S)
+    checkpointer.flush(0.1)
+    assert versions(tmp_path / "job") == [Version(1, 0)]
+
+    returns.set()
+    checkpointer.flush(DEADLINE_S)
+    called.clear()
+    returns.clear()
+    checkpointer.save(1, also_to=["/proc/no/such/place"])
+    assert called.wait(DEADLINE_S)
+    with pytest.raises(LevelNotReached, match="is durable, but not at /proc/no/such/place"):
+        checkpointer.flush(0.1)
+    returns.set()
+    leave(checkpointer)
 
 
 def test_after_an_exception_the_last_whole_version_goes_to_storage(make: Make, tmp_path: Path) -> None:

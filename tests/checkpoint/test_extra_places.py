@@ -27,7 +27,7 @@ from holdfast.tiers.storage.version_store import Storage, open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee, leave
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 Hold = Callable[[str], threading.Event]
 
 

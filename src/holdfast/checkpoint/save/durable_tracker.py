@@ -125,7 +125,8 @@ class DurableTracker:
             self._hold(item)
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until every durable save has ended.
+        """Waits until every durable save has ended and `on_durable` was called for it. A callback that does not return within
+        the time is no error: the version is durable.
 
         Raises:
             LevelNotReached: names all that are not durable, or not at all places, each with the reason.
@@ -139,11 +140,12 @@ class DurableTracker:
             self._failed.clear()
             for version in sorted(self._awaited.keys() & wanted):
                 item = self._awaited[version]
-                missing[version] = (
-                    f"{version} is durable, but after {timeout_s:g} s not at all places: {item.text}"
-                    if item.is_durable
-                    else f"{version} is not durable: not within {timeout_s:g} s"
-                )
+                if version in missing:
+                    continue  # its callback has not returned
+                if not item.is_durable:
+                    missing[version] = f"{version} is not durable: not within {timeout_s:g} s"
+                elif item.outstanding:
+                    missing[version] = f"{version} is durable, but after {timeout_s:g} s not at all places: {item.text}"
         if missing:
             raise LevelNotReached("; ".join(what for _, what in sorted(missing.items())), remedy=REMEDY)
 
@@ -244,13 +246,13 @@ class DurableTracker:
         """It is decided, and told of."""
         version = item.handle.version
         self._release(item)
-        self._tell(version, why)
-        with self._changed:
-            if why:
+        if why:
+            with self._changed:
                 self._failed[version] = why
                 while len(self._failed) > MAX_FAILED:
                     self._failed.popitem(last=False)
-            self._drop(item)
+        self._tell(version, why)
+        self._drop(item)
 
     def _drop(self, item: _Awaited) -> None:
         """Nobody waits for it any more; it may have been asked for anew."""
