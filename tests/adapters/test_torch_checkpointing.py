@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from doors_kit import HOLDFAST_RUN, SOURCE, TORCHRUN, starter
+from doors_kit import HOLDFAST_RUN, SOURCE, TORCHRUN, starter, warm
 from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop
@@ -50,7 +50,7 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def workshop(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    with Workshop(tmp_path_factory.mktemp(way), timeout_s=200.0) as made:
+    with Workshop(tmp_path_factory.mktemp(way), popen=warm, timeout_s=200.0) as made:
         yield made
 
 
@@ -183,6 +183,15 @@ def test_what_a_load_does_not_take_leaves_random_numbers_and_the_versions_as_the
     assert kit.hf.newest(kit.root, config=kit.config) == f"{kit.root}/step_4"
 
 
+def test_the_later_of_what_is_held_and_what_the_script_found_is_the_newest(kit: Kit) -> None:
+    assert kit.hf.newest(kit.root, config=kit.config) is None
+    assert kit.hf.newest(kit.root, f"{kit.root}/step_2", config=kit.config) == f"{kit.root}/step_2"
+    kit.saved(9, 10).close()
+    for found, newest in ((None, 10), (9, 10), (11, 11)):
+        given = found and f"{kit.root}/step_{found}"
+        assert kit.hf.newest(kit.root, given, config=kit.config) == f"{kit.root}/step_{newest}"
+
+
 def test_a_strict_load_refuses_what_was_not_saved(kit: Kit) -> None:
     manager = kit.saved(3)
     into = {"model": {"w": torch.zeros(8), "v": torch.zeros(2)}}
@@ -221,3 +230,4 @@ def test_switched_off_it_is_the_librarys_own_manager(kit: Kit, monkeypatch: pyte
     monkeypatch.setenv("HOLDFAST_DISABLE", "1")
     assert type(kit.manager()) is kit.library.CheckpointManager
     assert kit.hf.newest(kit.root) is None
+    assert kit.hf.newest(kit.root, Path("run/step_3")) == "run/step_3"

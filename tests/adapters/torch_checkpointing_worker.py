@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_checkpointing import CheckpointManager
+from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
 from torch_checkpointing.staging import CheckpointStagerConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
@@ -68,7 +69,10 @@ def train(options: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(100 + rank)
     staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
-    save = AsyncCheckpointSaverConfig(staging_config=staging) if options.async_save else SyncCheckpointSaverConfig()
+    process = CheckpointProcessConfig(subprocess_init_timeout_secs=300)  # of 30 s a busy machine needs more
+    save: Any = SyncCheckpointSaverConfig()
+    if options.async_save:
+        save = AsyncCheckpointSaverConfig(staging_config=staging, process_config=process)
     alike = [] if options.fsdp else ["model", "optimizer"]
     # Some file systems, ext4 among them, refuse the unaligned direct writes that are the library's default.
     storage = LocalFileSystemStorageConfig(use_direct_io=False)
@@ -81,7 +85,7 @@ def train(options: argparse.Namespace) -> None:
             return {"model": weights, "optimizer": moments, "step": step}
         return {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
 
-    start, newest = 0, hf.newest(options.root) or last_of_the_library(options.root)
+    start, newest = 0, hf.newest(options.root, last_of_the_library(options.root))
     if newest is not None:
         into = payload(0)
         if not options.fsdp:

@@ -1,8 +1,8 @@
 """torch_checkpointing, the PyTorch team's library: its manager, which also saves with holdfast.
 
     manager = holdfast.adapters.torch_checkpointing.manager("ckpts/run1", CheckpointManager.Config(...))
-    newest = holdfast.adapters.torch_checkpointing.newest("ckpts/run1")       # "ckpts/run1/step_12"; None: look yourself
-    manager.load(newest, into={...}); manager.save("ckpts/run1/step_13", {...}); manager.close()     # as before
+    last = holdfast.adapters.torch_checkpointing.newest("ckpts/run1", last)       # the later: what holdfast holds, what you found
+    manager.load(last, into={...}); manager.save("ckpts/run1/step_13", {...}); manager.close()     # as before
 
 A save makes a version of holdfast in `<root>/holdfast`: what is handed over is copied into the keepers' memory before `save`
 returns; then the library writes its own files by its own saver, synchronous or not. So its tree stays what it reads without
@@ -70,20 +70,29 @@ def manager(
     return HoldfastManager(os.fspath(root), library, replicated=replicated, config=config)
 
 
-def newest(root: str | os.PathLike[str], *, config: Config | None = None) -> str | None:
-    """Return the newest checkpoint that holdfast holds, as it is given to `load`; None if it holds none. Collective.
+def newest(
+    root: str | os.PathLike[str], found: str | os.PathLike[str] | None = None, *, config: Config | None = None
+) -> str | None:
+    """Return the newest checkpoint, as it is given to `load`; None if there is none. Collective.
+
+    Memory has one that was not written yet, and storage may lack one that the library has written: the later counts.
 
     Args:
         root: as for `manager`.
+        found: the newest one among the library's own, as the script finds it; that of rank 0 counts.
         config: the settings of holdfast; default: file and environment.
 
     Raises:
         HoldfastError: versions exist, and none can be used.
+        UsageError: the name of what was found does not end with a number.
     """
+    theirs = None if found is None else os.fspath(found)
     if settings.disabled():
-        return None
-    found = peek.newest(os.path.join(root, OWN), config or settings.load(), _id_in)
-    return None if found is None else os.path.join(root, found[1])
+        return theirs
+    theirs = collectives.gather_json(collectives.ranks(), theirs)[0]
+    version = peek.newest(os.path.join(root, OWN), config or settings.load(), _id_in)
+    ours = None if version is None else os.path.join(root, version[1])
+    return max((each for each in (ours, theirs) if each is not None), key=number_of, default=None)
 
 
 class HoldfastManager(CheckpointManager):  # type: ignore[misc]  # the library is not there without the extra
