@@ -18,12 +18,16 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch_checkpointing import CheckpointManager
+from torch_checkpointing.barriers import DefaultStoreBarrierConfig
 from torch_checkpointing.walk_utils import walk_checkpoint_structure
 
 from holdfast.adapters.dcp import peek
@@ -101,7 +105,7 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]  # the library i
     def __init__(
         self, root: str, library: Any, *, replicated: Sequence[str] = (), config: Config | None = None
     ) -> None:
-        super().__init__(library)
+        super().__init__(_with_one_barrier(library or CheckpointManager.Config()))
         self._root = root
         self._held = _Held(root, replicated, config)
         self.holdfast_loaded = ""
@@ -131,13 +135,15 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]  # the library i
     def close(self) -> None:
         """The last save is durable, in holdfast and in the library's files. Every rank calls it; again does nothing.
 
+        After an error nothing is copied, and what was saved before is sent to storage.
+
         Raises:
             LevelNotReached: it is not in holdfast.
         """
         try:
             super().close()
         finally:
-            self._held.close()
+            self._held.close(*sys.exc_info())
 
     def _is_own(self, checkpoint_id: str | os.PathLike[str]) -> bool:
         return _place(os.path.dirname(os.fspath(checkpoint_id).rstrip("/"))) == _place(self._root)
@@ -249,13 +255,27 @@ class _Held:
             logger.warning("%d keys are not in the checkpoint, the first is %s", len(missing), missing[0])
         return filled
 
-    def close(self) -> None:
-        """The last save is durable.
+    def close(self, *error: Any) -> None:
+        """The last save is durable; see `Checkpointer.__exit__` for what an error changes.
 
         Raises:
             LevelNotReached: it is not.
         """
-        self._checkpointer.close()
+        self._checkpointer.__exit__(*error)
+
+
+def _with_one_barrier(library: Any) -> Any:
+    """Return the configuration with a barrier that all ranks call by one name. Collective.
+
+    The library names it by how many a process has built. Where a rank was lost and the others keep their processes, they
+    count on and its successor begins anew: they would wait for each other.
+    """
+    writer = library.save.writer_config
+    if not isinstance(writer.barrier_config, DefaultStoreBarrierConfig):
+        return library
+    name = collectives.gather_json(collectives.ranks(), secrets.token_hex(8))[0]
+    writer = replace(writer, barrier_config=replace(writer.barrier_config, generation=name))
+    return replace(library, save=replace(library.save, writer_config=writer))
 
 
 def _misfits(saved: _Payload, targets: Mapping[str, Any]) -> Iterator[str]:
