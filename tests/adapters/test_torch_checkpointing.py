@@ -27,7 +27,6 @@ WAYS = {
     "fsdp-async": ("--fsdp", "--async-save"),
     # Without random numbers of each rank another number of ranks may go on.
     "fsdp-resharded": ("--fsdp", "--no-random"),
-    "ddp-replicas": ("--async-save", "--no-random"),
 }
 
 
