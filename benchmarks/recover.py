@@ -239,7 +239,9 @@ def main() -> None:
     parser.set_defaults(mib=64)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, help="default 10; 2 with --quick")
-    parser.add_argument("--part", choices=("ranks", "nodes"), help="only faults of single ranks, or only losses of nodes")
+    parser.add_argument(
+        "--part", choices=("ranks", "nodes"), help="only faults of single ranks, or only losses of nodes"
+    )
     options = parser.parse_args()
     rounds = options.rounds or (2 if options.quick else 10)
     report = Report(f"recover-{options.part}" if options.part else "recover", options.quick, options.json)
