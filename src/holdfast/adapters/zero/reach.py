@@ -474,8 +474,8 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             self.found.fixed[path] = _of_tensor(value)
             local = local_of(value)
-            parts = parts_of_sparse(local) if is_sparse(local) else (local,)
-            if asks and local.device.type == "cpu" and max(part.nbytes for part in parts) > MAX_BYTES:
+            memory = parts_of_sparse(local) if is_sparse(local) else (local,)
+            if asks and local.device.type == "cpu" and max(part.nbytes for part in memory) > MAX_BYTES:
                 self.found.unsure.append((path, "tensor that is too large to be looked at whole,"))
         elif isinstance(value, _CONTAINERS):
             self._container(path, value, asks, hold)
