@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, say
-from holdfast.adapters.zero.nested.items import Items
-from holdfast.adapters.zero.nested.look import Entry, Looker, Untouched, is_function
-from holdfast.adapters.zero.nested.objects import collect
-from holdfast.adapters.zero.nested.script import Nest, Site
-from holdfast.adapters.zero.nested.state import (
+from holdfast.adapters.zero.nested.nested_items import Items
+from holdfast.adapters.zero.nested.nested_look import Entry, Looker, Untouched, is_function
+from holdfast.adapters.zero.nested.nested_objects import collect
+from holdfast.adapters.zero.nested.nested_script import Nest, Site
+from holdfast.adapters.zero.nested.nested_state import (
     NestedState,
     differing,
     drawn,
@@ -219,7 +219,8 @@ class KeptLoops:
     def _outer(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         start = run.outer_begins(self._stack)
         if start is not None:
-            self._give(given(entry.site.lives, start["carried"]))
+            there = entry.names() if entry.taken == 0 else {}
+            self._give(given(entry.site.lives, start["carried"], there=there))
             yield stand_in(entry.site.target, start["targets"])
         while True:
             self._left = False

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.adapters.zero.changes import Changed
+from holdfast.adapters.zero.held_arrays import brought
 from holdfast.adapters.zero.loop import Doubts, packed, unpacked
-from holdfast.adapters.zero.nested.look import Entry, Lost
-from holdfast.adapters.zero.nested.script import Nest, Site
+from holdfast.adapters.zero.nested.nested_look import Entry, Lost
+from holdfast.adapters.zero.nested.nested_script import Nest, Site
 from holdfast.adapters.zero.reach import Look, has_set, is_plain
 from holdfast.base.errors import MismatchError
 from holdfast.checkpoint.entries.rng import ProcessRandomness
@@ -279,12 +280,31 @@ def _shown(shape: Sequence[Any]) -> str:
     return " ".join(map(str, shape))
 
 
-def given(names: Sequence[str], carried: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
-    """Returns the values of these names, in order; what was lost tells so when it is used."""
+def given(
+    names: Sequence[str],
+    carried: Mapping[str, Any],
+    after: Mapping[str, Any] | None = None,
+    there: Mapping[str, Any] | None = None,
+) -> tuple[Any, ...]:
+    """Returns the values of these names, in order; what was lost tells so when it is used.
+
+    Args:
+        names: of the script.
+        carried: what a version has of them.
+        after: the same of names that are read behind a loop.
+        there: what they mean now, where the statements before have just made them as the run that saved did.
+    """
     found = {name: carried_tensors.unpacked(value) for name, value in carried.items()} | {
         name: unpacked(value) for name, value in (after or {}).items()
     }
+    found |= {name: value for name, value in (there or {}).items() if name in found and _is_same(found[name], value)}
     return tuple(found[name] if name in found else Lost(name) for name in names)
+
+
+def _is_same(saved: Any, now: Any) -> bool:
+    """Tell whether a tensor without a graph is the one that was saved: then it stays, for it may have several names."""
+    tensors = isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor)
+    return tensors and not now.requires_grad and carried_tensors.token(saved) == carried_tensors.token(now)
 
 
 def put(look: Look, rows: Sequence[Sequence[Any]], gone: Sequence[Sequence[Any]]) -> None:
@@ -296,9 +316,9 @@ def put(look: Look, rows: Sequence[Sequence[Any]], gone: Sequence[Sequence[Any]]
     for path, owner, key, value in rows:
         leaf = look.leaves.get(path)
         if leaf is not None:
-            leaf.put(value)
+            leaf.put(brought(value))
         else:
-            look.owners[owner].put(key, value)
+            look.owners[owner].put(key, brought(value))
     for path, owner, key in gone:
         if path in look.leaves:
             look.owners[owner].drop(key)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from holdfast.adapters.zero.objects import Kept, never_changes
-from holdfast.adapters.zero.reach import is_plain, is_progress_bar, is_sparse
+from holdfast.adapters.zero.reach import is_attributes, is_plain, is_progress_bar, is_sparse
 from holdfast.checkpoint.state.stateful import Stateful
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -109,6 +109,8 @@ class _Found:
             if judge and hasattr(value, "__next__"):
                 self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
             self._parts(path, _attributes(value), depth, judge=judge)
+        elif is_attributes(value) and not never_changes(value) and not is_progress_bar(value):
+            self._parts(path, _attributes(value), depth, judge=False)
         elif judge and not never_changes(value) and not is_progress_bar(value):
             self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
 
