@@ -162,7 +162,7 @@ class KeptLoops:
             name: value for name, value in {**main, **mine}.items() if name not in hidden and not name.startswith("__")
         }
         judge = Reach(sets=(), used=(), kept=())
-        found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user)
+        found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user, by_hand=self._nest.by_hand)
         if isinstance(found, str):
             return found, None, None
         looker = Looker(self._nest, found.things, frame)
@@ -254,7 +254,7 @@ class KeptLoops:
             version = None
             yield item
             run.unsaved = -1  # the item that is done has changed what a version of the step before would hold
-            if run.count.steps != before:
+            if run.by_hand or run.count.steps != before:
                 run.made(self._stack)
         run.inner_ends(again=version is not None)
         if version is not None:
@@ -282,6 +282,7 @@ class _Run:
 
     Attributes:
         count: steps that optimizers have made.
+        by_hand: whether there is no optimizer: then each turn of the innermost loop is a step.
         unsaved: number of the step that is done, and of which it is not known yet whether it may be saved; -1 if there is none.
     """
 
@@ -312,6 +313,7 @@ class _Run:
         self._checks = [SelfCheck(make, clock=nest.reads_clock) for _ in range(2 if outermost.site.outer else 1)]
         self._child: SelfCheck | None = None
         self.count = Count()
+        self.by_hand = "optimizer" not in found.objects
         self._pending: dict[str, Any] | None = None
         self._number = self.unsaved = -1
         self._ended = self._taken_up = False
@@ -517,6 +519,7 @@ class _Run:
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
         self._state.placing = None
+        self._state.put_gradients(version.get("gradients", {}))
         changed = entry.changes.now()
         path = differing(version["rows"], changed)
         if changed.reason or path:
@@ -629,6 +632,9 @@ def _resolved(names: dict[str, Any], site: Site, path: str) -> Any:
 
 
 def _stepped(found: Kept) -> list[torch.Tensor]:
+    if "optimizer" not in found.objects:
+        models = found.objects["model"]
+        return [p for model in (models if isinstance(models, list) else [models]) for p in model.parameters()]
     optimizers = found.objects["optimizer"]
     optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

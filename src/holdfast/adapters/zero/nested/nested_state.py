@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -90,8 +91,12 @@ class NestedState(Doubts):
                 )
         changed = inner.changes.now()
         carried, lost = self.living(inner.site, names)
+        gradients = self._living_gradients(cleared)
         self.doubt(
-            changed.reason or self._why_unsure(carried, cleared) or self._of_items(entries) or _changed_around(entries)
+            changed.reason
+            or self._why_unsure(carried, gradients)
+            or self._of_items(entries)
+            or _changed_around(entries)
         )
         self._noted = {
             "range": [],
@@ -103,6 +108,7 @@ class NestedState(Doubts):
             "targets": _targets(inner),
             "lost": lost,
             "after": after,
+            "gradients": gradients or {},
             "unsure": self.unsure,
             "began": self._began,
             "number": number,
@@ -134,7 +140,9 @@ class NestedState(Doubts):
         lost: list[str] = []
         for name in site.lives:
             value = names.get(name)
-            if name in names and is_plain(value):
+            if name not in names or type(value) is Lost:
+                lost.append(name)  # who reads it before it is set is told
+            elif is_plain(value):
                 carried[name] = value
             elif name in site.carried and is_carried(value, is_plain, fixed=site.outer):
                 self.doubt(self._why_no_tensors(name, value))
@@ -142,7 +150,7 @@ class NestedState(Doubts):
             elif name in site.loose:
                 lost.append(name)
             else:
-                what = f"a {type(names[name]).__qualname__}" if name in names else "without a value"
+                what = f"a {type(value).__qualname__}"
                 self.doubt(f"{name!r}, {what}, is carried from one turn of the loop of line {site.line} to the next")
         for name, value in carried.items():
             if is_plain(value) and has_set(value) and name not in self._nest.members:
@@ -191,12 +199,37 @@ class NestedState(Doubts):
             found[name] = value
         return found
 
-    def _why_unsure(self, carried: Mapping[str, Any], cleared: frozenset[int]) -> str:
+    def put_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Gives parameters the gradients that the next backward pass adds to, if there are any."""
+        for number, parameter in enumerate(self.stepped if saved else ()):
+            packed_one = saved.get(str(number))
+            parameter.grad = None if packed_one is None else carried_tensors.unpacked(packed_one)
+
+    def _living_gradients(self, cleared: frozenset[int]) -> dict[str, Any] | None:
+        """Returns the gradients that live from step to step, by the number of their parameter; None if they cannot be carried."""
+        if not self._has_gradients(cleared):
+            return {}
+        kept = {str(number): p.grad for number, p in enumerate(self.stepped) if p.grad is not None}
+        plain = self.alone and not dist.is_initialized() and all(type(grad) is torch.Tensor for grad in kept.values())
+        memory = {grad.untyped_storage().data_ptr() for grad in kept.values()}
+        if (
+            not plain
+            or len(memory) < len(kept)
+            or sum(grad.nbytes for grad in kept.values()) > carried_tensors.MAX_BYTES
+        ):
+            return None
+        if not all(
+            grad.layout is torch.strided and grad.is_contiguous() and not grad.requires_grad for grad in kept.values()
+        ):
+            return None
+        return {number: carried_tensors.packed(grad) for number, grad in kept.items()}
+
+    def _why_unsure(self, carried: Mapping[str, Any], gradients: Mapping[str, Any] | None) -> str:
         try:
             value_codec.encode({name: value for name, value in carried.items() if is_plain(value)})
         except Exception as error:  # noqa: BLE001 - values of other people
             return f"what lives from one step to the next cannot be carried: {error}"
-        return "gradients live from one step to the next" if self._has_gradients(cleared) else ""
+        return "gradients live from one step to the next" if gradients is None else ""
 
     def _has_gradients(self, without: frozenset[int] = frozenset()) -> bool:
         """Tell whether a parameter that is stepped has a gradient that is not zero."""
