@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from holdfast.adapters.zero import living_gradients
 from holdfast.adapters.zero.changes import Changed, Changes
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, has_set, is_plain
@@ -27,7 +28,6 @@ from holdfast.adapters.zero.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
-from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.training_state import State
@@ -400,8 +400,11 @@ class _Carried(Doubts):
                 after[name] = value
         changed = self._changes.now()
         carried = {name: names[name] for name in self._loop.carried if name in names and is_plain(names[name])}
-        self.doubt(changed.reason or self._why_unsure(carried, names))
-        self._noted = self._state(self._steps[number], carried, after, changed)
+        live = not self.clears and living_gradients.there_are(self.stepped)
+        gradients = living_gradients.packed(self.stepped) if live else {}
+        why = "gradients live from one step to the next" if gradients is None else ""
+        self.doubt(changed.reason or self._why_unsure(carried, names) or why)
+        self._noted = self._state(self._steps[number], carried, after, changed) | {"gradients": gradients or {}}
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -423,6 +426,7 @@ class _Carried(Doubts):
         self._noted = state
         self.value = state["value"]
         self._changes.put(state["rows"], state["gone"])
+        living_gradients.put(self.stepped, state.get("gradients", {}))
         self.restored = {**state["carried"], **{name: unpacked(value) for name, value in state["after"].items()}}
 
     def _state(self, value: int | None, carried: Any, after: Any, changed: Changed) -> dict[str, Any]:
@@ -449,10 +453,6 @@ class _Carried(Doubts):
                 return (
                     f"{name!r}, a set or with one in it, is carried from one step to the next, and its order cannot be"
                 )
-        if not self.clears:
-            for parameter in self.stepped:
-                if parameter.grad is not None and bool(local_of(parameter.grad).count_nonzero()):
-                    return "gradients live from one step to the next"
         return ""
 
     def _why_not(self, state: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from holdfast.adapters.zero import living_gradients
 from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, say
 from holdfast.adapters.zero.nested.nested_items import Items
 from holdfast.adapters.zero.nested.nested_look import Entry, Looker, Untouched, is_function
@@ -519,7 +520,7 @@ class _Run:
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
         self._state.placing = None
-        self._state.put_gradients(version.get("gradients", {}))
+        living_gradients.put(self._state.stepped, version.get("gradients", {}))
         changed = entry.changes.now()
         path = differing(version["rows"], changed)
         if changed.reason or path:

@@ -388,8 +388,9 @@ def _set_by_with(scope: Scope, loop: ast.For) -> set[str]:
                     within.setdefault(item.optional_vars.id, set()).update(map(id, body))
     mine = {id(node) for node in own(scope)} - inside
     for node in ast.walk(scope):
-        read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside
-        if read and (id(node) not in mine or id(node) not in within.get(node.id, ())):
+        if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load) or id(node) in inside:
+            continue
+        if id(node) not in mine or id(node) not in within.get(node.id, ()):
             within.pop(node.id, None)
     return set(within)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast.adapters.zero import living_gradients
 from holdfast.adapters.zero.changes import Changed
 from holdfast.adapters.zero.held_arrays import brought
 from holdfast.adapters.zero.loop import Doubts, packed, unpacked
@@ -25,7 +25,6 @@ from holdfast.adapters.zero.nested.nested_script import Nest, Site
 from holdfast.adapters.zero.reach import Look, has_set, is_plain
 from holdfast.base.errors import MismatchError
 from holdfast.checkpoint.entries.rng import ProcessRandomness
-from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.usage import carried_tensors
 from holdfast.checkpoint.usage.carried_tensors import is_carried
@@ -82,7 +81,11 @@ class NestedState(Doubts):
         assert items is not None
         after: dict[str, Any] | None = {}
         if items.size is None or inner.taken >= items.size:
-            after = self._after(inner.site, names) if not (inner.site.grads and self._has_gradients()) else None
+            after = (
+                self._after(inner.site, names)
+                if not (inner.site.grads and living_gradients.there_are(self.stepped))
+                else None
+            )
             if after is None and items.size is not None:
                 return False
             if after is None:
@@ -199,30 +202,9 @@ class NestedState(Doubts):
             found[name] = value
         return found
 
-    def put_gradients(self, saved: Mapping[str, Any]) -> None:
-        """Gives parameters the gradients that the next backward pass adds to, if there are any."""
-        for number, parameter in enumerate(self.stepped if saved else ()):
-            packed_one = saved.get(str(number))
-            parameter.grad = None if packed_one is None else carried_tensors.unpacked(packed_one)
-
     def _living_gradients(self, cleared: frozenset[int]) -> dict[str, Any] | None:
-        """Returns the gradients that live from step to step, by the number of their parameter; None if they cannot be carried."""
-        if not self._has_gradients(cleared):
-            return {}
-        kept = {str(number): p.grad for number, p in enumerate(self.stepped) if p.grad is not None}
-        plain = self.alone and not dist.is_initialized() and all(type(grad) is torch.Tensor for grad in kept.values())
-        memory = {grad.untyped_storage().data_ptr() for grad in kept.values()}
-        if (
-            not plain
-            or len(memory) < len(kept)
-            or sum(grad.nbytes for grad in kept.values()) > carried_tensors.MAX_BYTES
-        ):
-            return None
-        if not all(
-            grad.layout is torch.strided and grad.is_contiguous() and not grad.requires_grad for grad in kept.values()
-        ):
-            return None
-        return {number: carried_tensors.packed(grad) for number, grad in kept.items()}
+        """Returns the gradients that live from step to step; None if they cannot be carried."""
+        return living_gradients.packed(self.stepped) if living_gradients.there_are(self.stepped, cleared) else {}
 
     def _why_unsure(self, carried: Mapping[str, Any], gradients: Mapping[str, Any] | None) -> str:
         try:
@@ -230,12 +212,6 @@ class NestedState(Doubts):
         except Exception as error:  # noqa: BLE001 - values of other people
             return f"what lives from one step to the next cannot be carried: {error}"
         return "gradients live from one step to the next" if gradients is None else ""
-
-    def _has_gradients(self, without: frozenset[int] = frozenset()) -> bool:
-        """Tell whether a parameter that is stepped has a gradient that is not zero."""
-        return any(
-            id(p) not in without and p.grad is not None and bool(local_of(p.grad).count_nonzero()) for p in self.stepped
-        )
 
     def _of_items(self, entries: Sequence[Entry]) -> str:
         for entry in entries:
