@@ -753,6 +753,12 @@ for epoch in range(3):
     "tensors of an attribute that are views": Case(inline(
         pre="class Kept: mean = torch.zeros(4); part = mean[:2]", body="Kept.mean.mul_(0.9).add_(x.mean(0))",
     ), "changes in the loop", kills=("2,3",), scale="(1 + Kept.part.sum().item())"),
+    "tensor of an attribute that an object with a state has too": Case(inline(
+        pre="class Mean:\n    def __init__(self): self.mean = torch.zeros(4)\n    def state_dict(self): return {'mean': self.mean}\n"
+        "    def load_state_dict(self, state): self.mean.copy_(state['mean'])\n"
+        "ema = Mean()\nclass Kept: mean = ema.mean",
+        body="ema.mean.mul_(0.9).add_(x.mean(0))",
+    ), "changes in the loop", kills=("2,3",), scale="(1 + Kept.mean.sum().item() + ema.mean.sum().item())"),
     "array of an attribute": Case(inline(
         pre="class Kept: mean = np.zeros(4)", body="Kept.mean[:2] += x.mean(0).numpy()[:2]",
     ), kills=("0,4", "2,3"), scale="(1 + float(Kept.mean.sum()))"),

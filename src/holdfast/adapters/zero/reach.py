@@ -33,6 +33,7 @@ import multiprocessing.process
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -71,7 +72,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 # Never changed in place, and not storable: another one in its place is seen by what it is called.
 _NAMED = (
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, range, slice, pathlib.PurePath, enum.Enum,
-    types.BuiltinFunctionType, types.BuiltinMethodType, types.MethodWrapperType,
+    types.BuiltinFunctionType, types.BuiltinMethodType, types.MethodWrapperType, type(vars(collections.namedtuple("_", "a"))["a"]),
 )  # fmt: skip
 # Objects of libraries that keep nothing from one step to the next.
 STANDING = (
@@ -573,7 +574,7 @@ class _Walk:
         kind = type(value)
         if asks and is_attributes(value):
             self._instance(path, value, NO_PLACE)
-            if kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
+            if asks == ALL and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
                 self.found.unknown.append((path, kind.__qualname__))
         elif asks == ALL:
             self.found.unsure.append((path, kind.__qualname__))
@@ -665,10 +666,9 @@ class _Walk:
         """Leaves as plain values only those tensors and arrays whose memory nothing else has, of these and of what was seen."""
         if not self._held:
             return
-        tensors = [part for thing in others for part in _tensors_of(thing)]
-        tensors += [part for part in self._seen.values() if isinstance(part, nn.Parameter)]
-        spans = [held_arrays.span(part) for part in tensors if id(part) not in set(map(id, self._held.values()))]
-        spans += [held_arrays.span(part.grad) for part in tensors if part.is_leaf and part.grad is not None]
+        spans = [span for thing in others for span in _memory_of(thing)]
+        spans += [span for part in self._seen.values() if isinstance(part, nn.Parameter) for span in _memory_of(part)]
+        spans += [(place, place + 1) for told in self._told.values() for place in told.memory if place]
         held = {path: held_arrays.span(value) for path, value in self._held.items()}
         for path in held_arrays.overlapping(held, [*self._spans, *spans]):
             self._let_go(path)
@@ -789,24 +789,30 @@ def is_progress_bar(value: Any) -> bool:
 def is_attributes(value: Any) -> bool:
     """Tell whether an object of a library is nothing but its attributes: it is looked into, and goes on by nobody else."""
     alone = not hasattr(value, "__next__") and not isinstance(
-        value, threading.Thread | io.IOBase | multiprocessing.process.BaseProcess
+        value, threading.Thread | io.IOBase | multiprocessing.process.BaseProcess | subprocess.Popen
     )
     return alone and not isinstance(value, type) and _is_of_python(type(value))
 
 
-def _tensors_of(thing: Any) -> Iterable[torch.Tensor]:
-    """Yields the tensors of a kept object, or of what is carried."""
+def _memory_of(thing: Any, depth: int = 0) -> Iterable[held_arrays.Span]:
+    """Yields where the tensors and arrays of a kept object, or of what is carried, lie, and the gradients of parameters."""
     if isinstance(thing, torch.Tensor):
-        yield local_of(thing)
+        yield held_arrays.span(local_of(thing))
+        if thing.is_leaf and thing.grad is not None:
+            yield held_arrays.span(local_of(thing.grad))
+    elif type(thing).__module__ == "numpy" and hasattr(thing, "__array_interface__"):
+        yield held_arrays.span(thing)
+    elif depth > MAX_DEPTH:
+        return
     elif isinstance(thing, nn.Module):
-        yield from map(local_of, thing.parameters())
+        yield from (span for part in thing.parameters() for span in _memory_of(part, depth + 1))
     elif isinstance(thing, Optimizer):
-        for part in (*thing.state.values(), *thing.param_groups):
-            yield from _tensors_of(part)
-    elif isinstance(thing, dict | list | tuple):
-        for part in thing.values() if isinstance(thing, dict) else thing:
-            if not isinstance(part, _ATOMS):
-                yield from _tensors_of(part)
+        yield from _memory_of([*thing.state.values(), *thing.param_groups], depth + 1)
+    elif isinstance(thing, dict | list | tuple | collections.deque):
+        parts = thing.values() if isinstance(thing, dict) else thing
+        yield from (span for part in parts if not isinstance(part, _ATOMS) for span in _memory_of(part, depth + 1))
+    elif depth == 0 and hasattr(thing, "__dict__"):  # what it hands out is not looked at
+        yield from _memory_of(list(vars(thing).values()), depth + 1)
 
 
 def _is_of_python(kind: type) -> bool:

@@ -552,12 +552,17 @@ class _Run:
         if any(check.pending for index, check in enumerate(self._checks) if index == 0 or entries[0].taken):
             self.unsaved = number
         else:
-            self._checkpointer.step(number)
+            self._save(number)
+
+    def _save(self, number: int) -> None:
+        self._checkpointer.step(number)
+        if self.by_hand:
+            self._checkpointer.settle()  # no step of an optimizer waits for the copy
 
     def inner_ends(self, *, again: bool) -> None:
         """An innermost loop has no more items; everything is as behind its last step."""
         if self.unsaved >= 0 and not self._ended:
-            self._checkpointer.step(self.unsaved)
+            self._save(self.unsaved)
         elif again and self._child is None:
             self._checkpointer.save(self._number, "durable")  # it may lie in memory alone
         self.unsaved = -1
