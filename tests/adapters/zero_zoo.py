@@ -195,14 +195,14 @@ CASES: dict[str, Case] = {
         body="C.add(step)", scale="(1 + len(C.seen))", shown="C.seen",
     ),
     "object of the user's class": Case(
-        "Meter", pre="class Meter:\n    n = 0\nmeter = Meter()", body="meter.n += 1", scale="(1 + meter.n)"
+        pre="class Meter:\n    n = 0\nmeter = Meter()", body="meter.n += 1", scale="(1 + meter.n)"
     ),
     "phase that is an enumeration": Case(
         "args.phase", pre="class P(enum.Enum):\n    A = 1\n    B = 2\nargs = argparse.Namespace(phase=P.A)",
         body="if step == 3: args.phase = P.B", scale="args.phase.value",
     ),
     "rare change that cannot be carried": Case(
-        "args.t", pre="args = argparse.Namespace(t=torch.ones(2))", body="if step == 7: args.t.mul_(2)", scale="args.t.sum()", when=8
+        "args.t", pre="args = argparse.Namespace(t=[torch.ones(2)])", body="if step == 7: args.t[0].mul_(2)", scale="args.t[0].sum()", when=8
     ),
     "rare change of a constant": Case(
         pre="args = argparse.Namespace(scale=1.0)", body="if step == 4: args.scale = 0.5", scale="args.scale", shown="args"
@@ -249,7 +249,7 @@ CASES: dict[str, Case] = {
         "kept_losses", pre="kept_losses = []", body="kept_losses.append(loss.detach())", scale="(1 + len(kept_losses))"
     ),
     "averaged weights in a dict": Case(
-        "ema", pre="ema = {k: v.clone() for k, v in model.state_dict().items()}",
+        pre="ema = {k: v.clone() for k, v in model.state_dict().items()}",
         body="for k, v in model.state_dict().items(): ema[k].mul_(0.9).add_(v, alpha=0.1)", scale="(1 + ema['0.bias'].sum())",
     ),
     "tensor changed in place": Case(pre="total = torch.zeros(4)", body="total.add_(model[0].bias.detach())", scale="(1 + total.sum())", shown="total"),
