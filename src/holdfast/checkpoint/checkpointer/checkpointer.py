@@ -58,7 +58,7 @@ from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions import step_numbers
-from holdfast.keeper.rpc.paths import absolute_root
+from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
@@ -544,7 +544,15 @@ class Checkpointer:
             self._laid_out(job, collectives.together(group, state.trained))
             holder = holder_of(saver, link, job, self._storage)
             timeout_s = self._config.close_timeout_s
-            restorer = Restorer(job, holder, state=state, storage=self._storage, asked=asked, timeout_s=timeout_s)
+            restorer = Restorer(
+                job,
+                holder,
+                state=state,
+                storage=self._storage,
+                asked=asked,
+                timeout_s=timeout_s,
+                node_directory=place_of(self._root, self._config).directory,
+            )
             if older and job.wish.version is None:
                 restorer.decisions.pass_over_newest()
             return job, saver, restorer, restorer.run(live=live)
