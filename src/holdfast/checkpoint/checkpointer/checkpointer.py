@@ -216,7 +216,7 @@ class Checkpointer:
         link = run.link if run else self._new_link(group)
         job, saver, restorer, report = self._come_back(run, state, link, asked)
         link.resumed = Origin(job.incarnation, restorer.recorded, restorer.table)
-        saver.expect_slots(SLOTS_S, at_saves="storage" in report.bytes)
+        saver.expect_slots(SLOTS_S, at_saves=not report.bytes.keys().isdisjoint({"storage", "cache"}))
         saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or schedule_discovery.bubbles_of(state.modules, self.events)
         schedule = schedule_of(
