@@ -137,7 +137,7 @@ class PageCached(Protocol):
     def has_page_cache(self, name: str) -> bool:
         """Return whether the file system of this file can tell what is cached. Raises nothing."""
 
-    def read_cached(self, name: str, view: memoryview, *, offset: int = 0) -> int:
+    def read_cached(self, name: str, view: memoryview, *, offset: int) -> int:
         """As `Backend.read_into`, without asking the device or the server for anything.
 
         Raises:

@@ -130,7 +130,7 @@ class LocalBackend:
             return False
         return True
 
-    def read_cached(self, name: str, view: memoryview, *, offset: int = 0) -> int:
+    def read_cached(self, name: str, view: memoryview, *, offset: int) -> int:
         """Fills `view` from the page cache; see PageCached."""
         with self._translated(name), self._open_old(name) as (descriptor, _):
             try:

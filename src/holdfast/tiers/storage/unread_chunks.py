@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from holdfast.core.model import Version
 from holdfast.tiers.backends.interface import NotCachedError
@@ -48,20 +47,23 @@ class UnreadChunks:
             CorruptError: missing, cut short, or damaged; names the bytes. StorageError: the path refuses.
             StorageBusy: another process reads it, and does not end in time.
         """
-        read = partial(self.storage.read_chunk, self.version, self.file, index, chunk)
+
+        def stored() -> str:
+            return self.storage.read_chunk(self.version, self.file, index, chunk)
+
         if self.shared is None:
-            return read()
+            return stored()
 
         def cached() -> str | None:
             try:
-                digest = read(cached=True)
+                digest = self.storage.read_chunk(self.version, self.file, index, chunk, cached=True)
             except NotCachedError:
                 return None
             self._cached.append(len(chunk))
             return digest
 
         where = f"{self.storage.where}/{self.version}/{self.file.file}"
-        return self.shared.read(self.file.ref.bundle_id, index, cached, read, where)
+        return self.shared.read(self.file.ref.bundle_id, index, cached, stored, where)
 
     def order(self, chunks: Sequence[int]) -> list[int]:
         """Return the numbers of these chunks in the order in which they are read."""
