@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.test_unread_chunks import V1, Stored, raw
 from holdfast.base.errors import CorruptError, HoldfastError, StorageBusy, StorageError
 from holdfast.checkpoint.restore import tensor_fill
 from holdfast.core.recovery.shared_reading import plan_reading
@@ -26,6 +25,7 @@ from holdfast.tiers.storage import shared_reads
 from holdfast.tiers.storage.shared_reads import SharedReads
 from holdfast.tiers.storage.unread_chunks import UnreadChunks, open_bundle
 from kit.live_tensors import live
+from kit.stored_bundle import V1, Stored, raw
 
 TIMEOUT_S = 60.0
 

@@ -138,7 +138,7 @@ class PageCached(Protocol):
         """Return whether the file system of this file can tell what is cached. Raises nothing."""
 
     def read_cached(self, name: str, view: memoryview, *, offset: int) -> int:
-        """As `Backend.read_into`, without asking the device or the server for anything.
+        """Fills `view` as `Backend.read_into` does, without asking the device or the server for anything.
 
         Raises:
             NotCachedError: not all of it is in the page cache.
