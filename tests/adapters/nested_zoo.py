@@ -749,4 +749,5 @@ for epoch in range(3):
         die(epoch, i)
     die(epoch, "eval")
 """),
+    "sparse tensor that stays": Case(inline(pre="graph = torch.eye(4).to_sparse()"), kills=("2,3",), scale="torch.sparse.mm(graph, graph).sum()"),
 }  # fmt: skip

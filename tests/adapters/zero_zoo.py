@@ -512,6 +512,10 @@ CASES: dict[str, Case] = {
         "        return out.item()\n    return train\ntrain = make()",
         scale="(1 + train(torch.ones(2, 4)))",
     ),
+    "sparse tensor that stays": Case(pre="graph = torch.eye(4).to_sparse()", scale="torch.sparse.mm(graph, graph).sum()"),
+    "sparse tensor that changes": Case(
+        "graph", pre="graph = torch.eye(4).to_sparse_csr()", body="graph.values().mul_(0.9)", scale="graph.sum().item()"
+    ),
     # Other modules, and the process.
     "counter in a module of the user's": Case(
         helper="n = 1\ndef up():\n    global n\n    n += 1\n    return n\n", pre="import helper", scale="helper.up()", shown="helper.n"

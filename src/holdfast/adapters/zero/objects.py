@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.adapters.zero.reach import STANDING, is_plain
+from holdfast.adapters.zero.reach import STANDING, is_plain, is_sparse
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.stateful import Stateful
 
@@ -73,6 +73,8 @@ def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, An
         elif isinstance(value, torch.Tensor):
             if value.requires_grad:
                 return f"{name!r} is a tensor with a gradient outside of a module"
+            if is_sparse(value):
+                continue  # that it stays as it is, is seen at every step
             kept.objects[f"main_{name}"] = {"tensor": value}
         elif isinstance(value, Stateful) and not isinstance(value, type):
             kept.objects[f"main_{name}"] = value

@@ -64,6 +64,7 @@ MAX_ELEMENTS, MAX_BYTES, NUM_SPOTS = 16384, 64 << 20, 64
 MAX_DEPTH = 40
 
 _CONTAINERS = (list, dict, set, collections.deque)
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 # Never changed in place, and not storable: another one in its place is seen by what it is called.
 _NAMED = (
@@ -473,7 +474,8 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             self.found.fixed[path] = _of_tensor(value)
             local = local_of(value)
-            if asks and local.device.type == "cpu" and local.nbytes > MAX_BYTES:
+            memory = parts_of_sparse(local) if is_sparse(local) else (local,)
+            if asks and local.device.type == "cpu" and max(part.nbytes for part in memory) > MAX_BYTES:
                 self.found.unsure.append((path, "tensor that is too large to be looked at whole,"))
         elif isinstance(value, _CONTAINERS):
             self._container(path, value, asks, hold)
@@ -892,6 +894,8 @@ def _token(value: Any) -> object:
 def _of_tensor(tensor: torch.Tensor) -> object:
     local = local_of(tensor)
     facts = (tuple(local.shape), str(local.dtype), str(local.device), local.requires_grad)
+    if is_sparse(local):
+        return (*facts, *(_of_tensor(part) for part in parts_of_sparse(local)))
     if local.device.type != "cpu" or local.layout is not torch.strided or local.is_quantized or not local.numel():
         return (*facts, local._version)
     flat = local.detach().flatten()
@@ -900,6 +904,21 @@ def _of_tensor(tensor: torch.Tensor) -> object:
         flat = torch.cat([flat[:: max(1, flat.numel() // NUM_SPOTS)], flat[-NUM_SPOTS:]])
     data = flat.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy()
     return (*facts, xxhash.xxh3_64_digest(memoryview(data)))  # type: ignore[arg-type]  # an array has a buffer
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is made of places and values: it is looked at, and never saved."""
+    return tensor.layout in _SPARSE
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the places and the values of a sparse tensor, as they are: nothing is sorted."""
+    plain = tensor.detach()
+    if plain.layout is torch.sparse_coo:
+        return plain._indices(), plain._values()
+    by_rows = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
+    places = (plain.crow_indices(), plain.col_indices()) if by_rows else (plain.ccol_indices(), plain.row_indices())
+    return (*places, plain.values())
 
 
 def _of_array(value: Any) -> object:

@@ -1,4 +1,4 @@
-"""Everything that loops use, sorted as `objects.py` does, and looked for inside of the script's own objects too.
+"""Everything that loops use, sorted as `../objects.py` does, and looked for inside of the script's own objects too.
 
 Kept: all optimizers, the modules that hold their parameters, and what else hands out its state, wherever a name that a loop
 reads leads to it: through attributes of the script's objects, lists, dicts. What cannot be sorted is refused by its path.
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from holdfast.adapters.zero.objects import Kept, never_changes
-from holdfast.adapters.zero.reach import is_plain, is_progress_bar
+from holdfast.adapters.zero.reach import is_plain, is_progress_bar, is_sparse
 from holdfast.checkpoint.state.stateful import Stateful
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -128,7 +128,7 @@ class _Found:
     def _tensor(self, path: str, value: torch.Tensor, *, top: bool, judge: bool) -> None:
         if judge and value.requires_grad and value.is_leaf:
             self._refuse(f"{path!r} is a tensor with a gradient outside of a module")
-        elif top:
+        elif top and not is_sparse(value):
             self._keep(path, {"tensor": value})
 
     def _keep(self, path: str, value: Any) -> None:

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.adapters.zero.changes import Changed
 from holdfast.adapters.zero.loop import Doubts, packed, unpacked
-from holdfast.adapters.zero.nested_look import Entry, Lost
-from holdfast.adapters.zero.nested_script import Nest, Site
+from holdfast.adapters.zero.nested.nested_look import Entry, Lost
+from holdfast.adapters.zero.nested.nested_script import Nest, Site
 from holdfast.adapters.zero.reach import Look, has_set, is_plain
 from holdfast.base.errors import MismatchError
 from holdfast.checkpoint.entries.rng import ProcessRandomness

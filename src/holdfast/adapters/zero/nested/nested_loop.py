@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, say
-from holdfast.adapters.zero.nested_items import Items
-from holdfast.adapters.zero.nested_look import Entry, Looker, Untouched, is_function
-from holdfast.adapters.zero.nested_objects import collect
-from holdfast.adapters.zero.nested_script import Nest, Site
-from holdfast.adapters.zero.nested_state import (
+from holdfast.adapters.zero.nested.nested_items import Items
+from holdfast.adapters.zero.nested.nested_look import Entry, Looker, Untouched, is_function
+from holdfast.adapters.zero.nested.nested_objects import collect
+from holdfast.adapters.zero.nested.nested_script import Nest, Site
+from holdfast.adapters.zero.nested.nested_state import (
     NestedState,
     differing,
     drawn,
