@@ -61,7 +61,11 @@ def brought(value: Any) -> Any:
         return value
     if value[_KEY] == "tensor":
         dtype = getattr(torch, value["dtype"])
-        flat = torch.frombuffer(bytearray(value["data"]), dtype=dtype) if value["data"] else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(bytearray(value["data"]), dtype=dtype)
+            if value["data"]
+            else torch.empty(0, dtype=dtype, device="cpu")
+        )
         return flat.clone().reshape(value["shape"])
     import numpy  # noqa: ICN001, PLC0415 - only a process that has such arrays has stored one
 

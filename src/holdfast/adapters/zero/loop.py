@@ -130,13 +130,10 @@ class KeptLoop:
         if changes is not None and changes.before.unknown and isinstance(found, Kept):
             reason = why_not(found.objects) if len(steps) >= MIN_STEPS else "the loop is short"
             found = unknown(changes, reason) if reason else found
-        told = collectives.gather_json(group, found if isinstance(found, str) else "")
-        reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
-        if isinstance(found, str) or changes is None or reasons:
-            self._events.emit("script_refused", reason=reasons[0])
-            if group.rank == 0:
-                say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+        if is_refused(group, found if isinstance(found, str) else "", self._events):
             return None
+        assert isinstance(found, Kept)
+        assert changes is not None
         carried = _Carried(self._loop, steps, names, changes, group)
         carried.events = self._events
         carried.stepped = _stepped(found)
@@ -207,18 +204,35 @@ class KeptLoop:
             if carried.value is not None:
                 check.end()  # the run that saved made it
         except MismatchError:
-            told = [reason for reason in collectives.gather_json(group, carried.refused) if reason]
-            if not told:
+            if not is_foreign(group, carried.refused, self._root, self._events):
                 raise
             checkpointer.abandon()
-            self._events.emit("script_refused", reason=told[0])
-            if group.rank == 0:
-                say(
-                    f"this script is not kept, {told[0]}; it runs as it is written, and nothing of it is saved. To begin "
-                    f"anew with it, give another --checkpoint-dir, or remove {self._root}"
-                )
             return False
         return True
+
+
+def is_refused(group: collectives.Ranks, reason: str, events: Events) -> bool:
+    """Tell whether any rank has a reason not to keep the script; says the first one."""
+    told = collectives.gather_json(group, reason)
+    reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
+    if reasons:
+        events.emit("script_refused", reason=reasons[0])
+        if group.rank == 0:
+            say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+    return bool(reasons)
+
+
+def is_foreign(group: collectives.Ranks, reason: str, root: str, events: Events) -> bool:
+    """Tell whether any rank has a reason not to take a version that was found; says the first one."""
+    reasons = [each for each in collectives.gather_json(group, reason) if each]
+    if reasons:
+        events.emit("script_refused", reason=reasons[0])
+        if group.rank == 0:
+            say(
+                f"this script is not kept, {reasons[0]}; it runs as it is written, and nothing of it is saved. To begin "
+                f"anew with it, give another --checkpoint-dir, or remove {root}"
+            )
+    return bool(reasons)
 
 
 def close(checkpointer: Checkpointer) -> None:

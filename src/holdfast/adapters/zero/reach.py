@@ -655,7 +655,7 @@ class _Walk:
         return True
 
     def _let_go(self, path: str) -> None:
-        """What is held here has another part somewhere: it must stay as it is."""
+        """Takes a held value for one that must stay as it is: something else has a part of it."""
         value = self._held.pop(path, None)
         if value is not None:
             del self.found.leaves[path]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from holdfast.adapters.zero import living_gradients
-from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, say
+from holdfast.adapters.zero.loop import Count, close, differs, is_foreign, is_refused, say, unknown
 from holdfast.adapters.zero.nested.nested_items import Items
 from holdfast.adapters.zero.nested.nested_look import Entry, Looker, Untouched, is_function
 from holdfast.adapters.zero.nested.nested_objects import collect
@@ -144,13 +144,11 @@ class KeptLoops:
             found = f"what it holds cannot be looked at: {type(error).__name__}: {error}"
         if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
             found = "the script has a Checkpointer of its own"
-        told = collectives.gather_json(group, found if isinstance(found, str) else "")
-        reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
-        if isinstance(found, str) or entry is None or looker is None or reasons:
-            self._events.emit("script_refused", reason=reasons[0])
-            if group.rank == 0:
-                say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+        if is_refused(group, found if isinstance(found, str) else "", self._events):
             return None
+        assert isinstance(found, Kept)
+        assert entry is not None
+        assert looker is not None
         self._told.add(site.number)
         self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events)
         return entry
@@ -172,7 +170,7 @@ class KeptLoops:
             (path, kind), *_ = entry.before.unsure
             return f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next", None, None
         if entry.before.unknown and (reason := _why_not_rehearsed(found.objects)):
-            return _unknown(entry, reason), None, None
+            return unknown(entry.changes, reason), None, None
         entry.drawn = drawn()
         return found, looker, entry
 
@@ -356,19 +354,12 @@ class _Run:
         try:
             self._checkpointer.restore()
         except MismatchError:
-            told = [reason for reason in collectives.gather_json(self._group, self._state.refused) if reason]
-            if not told:
+            if not is_foreign(self._group, self._state.refused, self._root, self._events):
                 raise
             self._end_checks()
             self._checkpointer.abandon()
             self._ended = True
             self.count.close()
-            self._events.emit("script_refused", reason=told[0])
-            if self._group.rank == 0:
-                say(
-                    f"this script is not kept, {told[0]}; it runs as it is written, and nothing of it is saved. To begin "
-                    f"anew with it, give another --checkpoint-dir, or remove {self._root}"
-                )
             return False
         if self._state.restored is not None and self._state.restored["position"]:
             self._end_checks()  # the run that saved made them
@@ -428,7 +419,7 @@ class _Run:
             self.unfit(changed)
         self._state.doubt(changed)
         if entry.before.unknown and self._checks and self._checks[0].reason:
-            self._state.doubt(_unknown(entry, self._checks[0].reason))
+            self._state.doubt(unknown(entry.changes, self._checks[0].reason))
         entry.drawn = drawn()
         return None if self._stopped() else entry
 
@@ -613,14 +604,6 @@ def _why_not_rehearsed(objects: dict[str, Any]) -> str:
     if multiprocessing.active_children():
         return "the script has processes of its own, which do not survive a fork"
     return why_not(objects)
-
-
-def _unknown(entry: Entry, reason: str) -> str:
-    (path, kind), *_ = entry.before.unknown
-    return (
-        f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next, and the first steps are not rehearsed: "
-        f"{reason}"
-    )
 
 
 def _first_difference(saved: dict[str, str], now: dict[str, str]) -> str:
