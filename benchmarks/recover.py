@@ -1,6 +1,6 @@
 """From a fault to the first step that all ranks have finished again, over plain torchrun's time for the same.
 
-    python -m benchmarks.recover [--quick] [--json] [--ranks 4] [--mib 64] [--rounds 10]
+    python -m benchmarks.recover [--quick] [--json] [--ranks 4] [--mib 64] [--rounds 10] [--part ranks|nodes]
 
 kill -9 of one rank: five jobs run side by side and are hit in turn, so that all meet the same machine: plain torchrun with
 `torch.distributed.checkpoint`; `holdfast run` with an unchanged script; the same with `holdfast.resumable`; one
@@ -239,10 +239,23 @@ def main() -> None:
     parser.set_defaults(mib=64)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, help="default 10; 2 with --quick")
+    parser.add_argument(
+        "--part", choices=("ranks", "nodes"), help="only faults of single ranks, or only losses of nodes"
+    )
     options = parser.parse_args()
     rounds = options.rounds or (2 if options.quick else 10)
-    report = Report("recover", options.quick, options.json)
+    report = Report(f"recover-{options.part}" if options.part else "recover", options.quick, options.json)
     home = Path(tempfile.mkdtemp(prefix="hfr-"))
+    if options.part != "nodes":
+        lost_ranks(report, home, options, rounds)
+    if options.part != "ranks":
+        lost_nodes(report, home, options, min(rounds, MOST_LOSSES))
+    report.save()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def lost_ranks(report: Report, home: Path, options: argparse.Namespace, rounds: int) -> None:
+    """Jobs of one node side by side: kills, and ranks that hang or stand."""
     arms = [Arm(name, home, options.ranks, options.mib) for name in ("torchrun", *GOALS)]
     try:
         for arm in arms:
@@ -280,9 +293,6 @@ def main() -> None:
     report.figure(
         "watchdog_overhead_percent", watchdog.measure(options.quick)["watchdog_overhead_percent"], "%", "<= 0.1"
     )
-    lost_nodes(report, home, options, min(rounds, MOST_LOSSES))
-    report.save()
-    shutil.rmtree(home, ignore_errors=True)
 
 
 def lost_nodes(report: Report, home: Path, options: argparse.Namespace, losses: int) -> None:

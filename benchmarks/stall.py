@@ -6,7 +6,8 @@ right before or after.
 
 - `stall_ratio`: `save()` with `overlap=False`.            `first_save_ratio`: the first one, over those right after it.
 - `overlapped_stall_ratio`: `save()` plus the wait at the next optimizer step, with real training in between.
-- `checks_share_of_copy`: what the checks of late copies take per save, in the call, at the fence and in the copying thread.
+- `checks_share_of_copy`: processor time of the checks of late copies per save, in the call, at the fence and in the copying
+  thread, over the plain copy; `passed`: the time that passed in them, waiting for Python's lock included.
 - `train_seconds_lost_per_save`: wall time from `save()` until the version is durable, minus the steps made meanwhile at
   the speed without a save; stall and slowdown together. With one rank, and with two ranks that share the state.
 - `slow_storage_stall_ratio`: two saves in a row, the first of them durable, while storage takes 5 MB/s (benchmarks.pace), over
@@ -113,18 +114,20 @@ class Bench:
         handle.wait("captured", timeout_s=60)
         return seconds
 
-    def copying_behind(self) -> tuple[float, float, float, float]:
-        """Stall over copy, its share in the call, its share at the fence; training in between. Last, the checks' share."""
+    def copying_behind(self) -> tuple[float, ...]:
+        """Stall over copy, its share in the call, its share at the fence; training in between. Last, the checks' share, of
+        processor time and of time that passed.
+        """
         fence = FenceClock(self.optimizer)
         checks = ChecksClock()
         with self.checkpointer("behind", overlap=True) as checkpointer:
             fence.close_interval(self.optimizer)
             self.train()
             copy = self.plain_copy()
-            calls, waits, copies, checked = [], [], [], []
+            calls, waits, copies, checked, passed = [], [], [], [], []
             for index in range(NUM_PROVING_SAVES + self.rounds):
                 seconds = copy.out()
-                checks.seconds = 0.0
+                checks.seconds = checks.passed = 0.0
                 started = time.perf_counter()
                 handle = checkpointer.save(self.next_step())
                 call = time.perf_counter() - started
@@ -136,10 +139,11 @@ class Bench:
                 handle.wait("captured", timeout_s=60)
                 if index >= NUM_PROVING_SAVES:
                     checked.append(checks.seconds)
+                    passed.append(checks.passed)
         fence.remove()
         checks.remove()
         both = [call + wait for call, wait in zip(calls, waits, strict=True)]
-        return ratio(both, copies), ratio(calls, copies), ratio(waits, copies), ratio(checked, copies)
+        return tuple(ratio(seconds, copies) for seconds in (both, calls, waits, checked, passed))
 
     def beside_slow_storage(self) -> tuple[float, float]:
         """Stall with slow storage over stall with fast storage; the former over plain copies."""
@@ -293,12 +297,15 @@ class FenceClock:
 
 
 class ChecksClock:
-    """Seconds in the checks of late copies, of all threads together."""
+    """Seconds of processor in the checks of late copies, of all threads together, and seconds that passed meanwhile.
+
+    The copying thread waits for Python's lock in its checks while the training goes on: that passes, and costs nothing.
+    """
 
     CLOCKED = ((LateCopyChecker, "look"), (CopyCheck, "torn"), (CopyCheck, "moved"))
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.passed = 0.0
         self._inside = threading.local()
         self._own = [(owner, name, getattr(owner, name)) for owner, name in self.CLOCKED]
         for owner, name, own in self._own:
@@ -312,11 +319,12 @@ class ChecksClock:
         def clocked(*args: Any, **more: Any) -> Any:
             if getattr(self._inside, "any", False):  # `torn` calls `moved`
                 return own(*args, **more)
-            self._inside.any, started = True, time.perf_counter()
+            self._inside.any, started, passing = True, time.thread_time(), time.perf_counter()
             try:
                 return own(*args, **more)
             finally:
-                self.seconds += time.perf_counter() - started
+                self.seconds += time.thread_time() - started
+                self.passed += time.perf_counter() - passing
                 self._inside.any = False
 
         return clocked
@@ -330,9 +338,9 @@ def worker(options: argparse.Namespace) -> None:
     if options.part == "stall":
         stall, first, seconds = bench.copying_at_once()
         found += [("stall_ratio", stall, {"save_ms": seconds * 1e3}), ("first_save_ratio", first, {})]
-        both, call, wait, checks = bench.copying_behind()
+        both, call, wait, checks, passed = bench.copying_behind()
         found.append(("overlapped_stall_ratio", both, {"call": call, "fence": wait}))
-        found.append(("checks_share_of_copy", checks, {}))
+        found.append(("checks_share_of_copy", checks, {"passed": passed}))
         for name, value in bench.rival_stalls(1 if options.quick else 7).items():
             found.append((f"stall_ratio:{name}", value, {}))
     elif options.part == "slow":

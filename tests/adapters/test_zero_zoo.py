@@ -31,7 +31,7 @@ SAMPLE = {
     "list in the user's optimizer", "loader of the user's with an iterator", "member of an enumeration that counts",
     "entry of a history, changed later", "rows that are one", "submodule in use changes", "submodule of a list changes",
     "row of many under another name", "large tensor through data", "zero_grad if an expression says so",
-    "zero_grad of a part", "round robin of a set", "value shared with processes in a dataset", "tensor that is resized",
+    "zero_grad of a part", "round robin of a set", "value shared with processes in a dataset", "tensor that is resized", "sparse tensor that stays",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "global counter", "killed behind the loop", "killed behind the loop, loss as it is", "early break", "killed behind a break",

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from holdfast.adapters.zero import loop, nested_loop
+from holdfast.adapters.zero import loop
 from holdfast.adapters.zero.launcher import ScriptLauncher
+from holdfast.adapters.zero.nested import nested_loop
 from holdfast.checkpoint.state.training_state import State
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.worker_main import run_script
@@ -45,7 +46,7 @@ class Pocket:
     def close(self):
         pass
 
-    abandon = close
+    abandon = settle = close
 
     def __exit__(self, *_):
         pass

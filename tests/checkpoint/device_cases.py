@@ -996,18 +996,18 @@ def what_is_queued_behind_a_hung_collective_is_void() -> None:
     with slot_of(hung.source.nbytes) as (slot, target):
         streams.pin(slot, hung.source.device)
         gate.start(first := LateCopyJob([], streams.queue([target], [hung.source]), reasons.append))
-        assert first.done.wait(20)
+        assert first.done.wait(60)
         gate.release()
         simulated.hang(0)
         hung.source.fill_(float("nan"))  # unreduced gradients, and the optimizer's step
         gate.start(second := LateCopyJob([], streams.queue([target], [hung.source]), reasons.append))
         hung.break_off()
-        assert second.done.wait(20)
+        assert second.done.wait(60)
         gate.release()
         assert reasons[0] == ""
         assert "broke off" in reasons[1], "a version of garbage is told as complete"
         gate.start(third := LateCopyJob([], streams.queue([target], [hung.source]), reasons.append))
-        assert third.done.wait(20)
+        assert third.done.wait(60)
         assert reasons[2], "the host ran on after the abort, and saved"
         gate.close()
         assert streams.unpin(20.0)
@@ -1166,7 +1166,7 @@ def a_device_that_fails_a_restore_is_named_with_a_remedy() -> None:
         job = Job1(root, foreach=True)
         job.checkpointer.restore()
         job.step(0)
-        job.handles[0].wait("captured", 20)
+        job.handles[0].wait("captured", 60)
         simulated.fault(now=True)
         with pytest.raises(DeviceError, match=r"a device failed.*end this process"):
             job.checkpointer.restore()

@@ -103,7 +103,7 @@ def main() -> None:
         if step in (LEARNT_STEP, steps - 1):
             sent.append(checkpointer.keeper_status()["replication"])
     if saves != "none":
-        checkpointer.save(steps - 1).wait("captured", 20)
+        checkpointer.save(steps - 1).wait("captured", 60)
     spans = [(span.what, span.start, span.end) for span in checkpointer.bubbles.spans if not span.what[0].isdigit()]
     end = {"rows": seen, "given_up": [reason for reason in ends if reason], "spans": spans}
     end |= {"sent": sent, "waits": checkpointer.keeper_status()["ranks"][str(rank)]["waits"]}

@@ -63,7 +63,7 @@ def main() -> None:
     start = checkpointer.restore()
     same = all(map(torch.equal, kept, [model.weight, own["mine"]]))
     train()
-    checkpointer.save(start).wait("captured", 10)
+    checkpointer.save(start).wait("captured", 60)
     checkpointer.close()
     print(json.dumps({"start": start, "same": same}), flush=True)
     dist.destroy_process_group()

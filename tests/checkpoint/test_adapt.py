@@ -83,7 +83,7 @@ def test_a_schedule_that_makes_no_steps_holds_no_copy_back(bubbles: Bubbles, mon
         stale = job()
         fence.begin()
         fence.start(stale)
-        assert stale.done.wait(20)
+        assert stale.done.wait(60)
         assert [seen.what for seen in bubbles.spans if seen.what.startswith("copy")] == ["copy beside"] * 2
         fence.release()
         fence.begin()

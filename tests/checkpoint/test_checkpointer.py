@@ -51,9 +51,9 @@ def test_training_goes_on_bit_for_bit_after_going_back_to_any_complete_version(m
         states[step] = trainee.fingerprint()
         handles[step] = checkpointer.save(step)
         if step == 0:
-            assert handles[step].wait("captured", 10) == holdfast.Level.CAPTURED
+            assert handles[step].wait("captured", 60) == holdfast.Level.CAPTURED
     last = max(states)
-    assert handles[last].wait(timeout_s=10) >= holdfast.Level.CAPTURED
+    assert handles[last].wait(timeout_s=60) >= holdfast.Level.CAPTURED
     assert checkpointer.events.counters()["late_copied_bytes"] > 0, "after the proofs parameters are copied late"
     for _ in range(2):
         trainee.train()  # what the snapshot must not see
@@ -89,7 +89,7 @@ def test_late_copies_are_the_state_at_the_call(make: Make) -> None:
         expected[step] = trainee.fingerprint()
         handle = checkpointer.save(step)
         trainee.train()
-        handle.wait("captured", 10)
+        handle.wait("captured", 60)
         if step >= NUM_PROOFS:
             keep = trainee.fingerprint()
             checkpointer.restore(handle.version)
@@ -118,7 +118,7 @@ def test_a_call_does_not_wait_for_the_keeper_and_is_the_state_of_its_moment(make
         trainee.loader.take()
     finally:
         keeper.resume()
-    handle.wait("captured", 20)
+    handle.wait("captured", 60)
     trainee.train()
     assert checkpointer.restore(handle.version) == NUM_PROOFS + 2
     assert trainee.fingerprint() == expected
@@ -135,7 +135,7 @@ def test_the_step_of_every_optimizer_waits_for_the_copy(
     checkpointer.restore()
     for step in range(NUM_PROOFS + 1):
         trainee.train()
-        checkpointer.save(step).wait("captured", 10)
+        checkpointer.save(step).wait("captured", 60)
     trainee.train()
     gate, copy = threading.Event(), copy_plan.copy
     monkeypatch.setattr(copy_plan, "copy", lambda *batch: (gate.wait(30.0), copy(*batch)))
@@ -161,7 +161,7 @@ def test_every_byte_is_copied_once(make: Make, monkeypatch: pytest.MonkeyPatch) 
     for step in range(NUM_PROOFS + 2):
         trainee.train()
         copied[0] = 0
-        checkpointer.save(step).wait("captured", 10)
+        checkpointer.save(step).wait("captured", 60)
         run: Any = checkpointer._run
         assert copied[0] == sum(live.local.nbytes for live in run.state.gather().tensors.values())
     assert checkpointer.events.counters()["late_copied_bytes"] > 0
@@ -174,7 +174,7 @@ def test_without_overlap_everything_is_copied_in_the_call(make: Make) -> None:
     for step in range(NUM_PROOFS + 2):
         trainee.train()
         handle = checkpointer.save(step)
-    assert handle.wait("captured", 10) == holdfast.Level.CAPTURED
+    assert handle.wait("captured", 60) == holdfast.Level.CAPTURED
     assert "late_copied_bytes" not in checkpointer.events.counters()
 
 
@@ -187,7 +187,7 @@ def test_tensors_that_moved_or_were_restored_prove_themselves_again(make: Make, 
     def saved_late(step: int) -> float:
         before = checkpointer.events.counters().get("late_copied_bytes", 0)
         trainee.train()
-        checkpointer.save(step).wait("captured", 10)
+        checkpointer.save(step).wait("captured", 60)
         return checkpointer.events.counters().get("late_copied_bytes", 0) - before
 
     late = [saved_late(step) > 0 for step in range(NUM_PROOFS + 2)]
@@ -214,7 +214,7 @@ def test_what_changes_outside_the_step_is_never_copied_late(make: Make, caplog: 
         with torch.no_grad():
             culprit.add_(1.0)  # between the save and the step
         trainee.train()
-        handle.wait("captured", 10)
+        handle.wait("captured", 60)
     assert "model.0.bias" in caplog.text
     assert "model.0.weight" not in caplog.text
     checkpointer.restore(handle.version)
@@ -229,7 +229,7 @@ def test_verification_finds_one_element_written_during_copy(make: Make, monkeypa
         trainee.train()
         good = checkpointer.save(step)
         trainee.train()
-    assert good.wait("captured", 10) == holdfast.Level.CAPTURED
+    assert good.wait("captured", 60) == holdfast.Level.CAPTURED
     run: Any = checkpointer._run
     monkeypatch.setattr(run.saver._checks, "look", lambda *_, **__: None)  # digests alone have to find it
     gate, copy = threading.Event(), copy_plan.copy
@@ -239,7 +239,7 @@ def test_verification_finds_one_element_written_during_copy(make: Make, monkeypa
     trainee.model[0].weight.data.view(-1)[7] += 1
     gate.set()
     with pytest.raises(LevelNotReached, match=r"written while it was copied: model\.0\.weight"):
-        handle.wait("captured", 10)
+        handle.wait("captured", 60)
     assert checkpointer.restore() == NUM_PROOFS + 1, "the version before is still there"
 
 
@@ -252,7 +252,7 @@ def test_the_next_keeper_has_the_slots_although_the_old_one_died_in_a_restore(
     checkpointer.restore()
     trainee.train()
     expected = trainee.fingerprint()
-    checkpointer.save(0, "durable").wait("durable", 10)
+    checkpointer.save(0, "durable").wait("durable", 60)
     link = checkpointer._run.link
     mended = link.wait_mended
 
@@ -268,7 +268,7 @@ def test_the_next_keeper_has_the_slots_although_the_old_one_died_in_a_restore(
     monkeypatch.undo()
     assert trainee.fingerprint() == expected
     trainee.train()
-    assert checkpointer.save(1).wait("captured", 10)
+    assert checkpointer.save(1).wait("captured", 60)
 
 
 def saved_twice(make: Make) -> tuple[Trainee, Any, bytes]:
@@ -278,7 +278,7 @@ def saved_twice(make: Make) -> tuple[Trainee, Any, bytes]:
     checkpointer.restore()
     for step in range(2):
         trainee.train()
-        checkpointer.save(step, "captured" if step else "durable").wait(timeout_s=10)
+        checkpointer.save(step, "captured" if step else "durable").wait(timeout_s=60)
     return trainee, checkpointer, trainee.fingerprint()
 
 
@@ -316,7 +316,7 @@ def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
     assert killed
     assert trainee.fingerprint() == expected
     trainee.train()
-    assert checkpointer.save(2).wait("captured", 10)
+    assert checkpointer.save(2).wait("captured", 60)
 
 
 def test_what_was_resumed_from_is_found_although_the_keeper_dies_before_the_next_save(make: Make) -> None:
@@ -332,7 +332,7 @@ def test_what_was_resumed_from_is_found_although_the_keeper_dies_before_the_next
     assert checkpointer.restore() == 2, "the newest version was in memory all the time"
     assert trainee.fingerprint() == expected
     trainee.train()
-    assert checkpointer.save(2).wait("captured", 10)
+    assert checkpointer.save(2).wait("captured", 60)
 
 
 def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(make: Make, tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(ma
     names: list[str] = []
     checkpointer.events.subscribe(lambda event: names.append(event.name))
     trainee.train()
-    checkpointer.save(0).wait("captured", 10)
+    checkpointer.save(0).wait("captured", 60)
     kept = trainee.fingerprint()
     link = checkpointer._run.link  # type: ignore[union-attr]
     kill_keeper(checkpointer)
@@ -358,7 +358,7 @@ def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(ma
     assert checkpointer.restore() == 1, "the new keeper adopted what the old one had sealed"
     assert trainee.fingerprint() == kept
     trainee.train()
-    assert checkpointer.save(1).wait("captured", 10) == holdfast.Level.CAPTURED
+    assert checkpointer.save(1).wait("captured", 60) == holdfast.Level.CAPTURED
     kill_keeper(checkpointer)
     trainee.train()
     assert checkpointer.save(2).given_up
@@ -377,7 +377,7 @@ def test_cadence_and_close_make_the_last_step_durable(make: Make, tmp_path: Path
         if handle is not None:
             handles[step] = handle
     assert sorted(handles) == [1, 3, 5]
-    assert handles[3].wait(timeout_s=10) == holdfast.Level.DURABLE, "a wait waits for the level that was asked for"
+    assert handles[3].wait(timeout_s=60) == holdfast.Level.DURABLE, "a wait waits for the level that was asked for"
     assert not others_get_in(tmp_path / "job")
     checkpointer.close()
     assert others_get_in(tmp_path / "job"), "the process lives, and does not work on the path any more"
@@ -429,7 +429,7 @@ def test_an_exception_in_training_saves_nothing_and_the_last_version_stays(make:
         with make(trainee) as checkpointer:
             checkpointer.restore()
             trainee.train()
-            checkpointer.save(0).wait("captured", 10)
+            checkpointer.save(0).wait("captured", 60)
             kept.append(trainee.fingerprint())
             trainee.train()
             checkpointer.step(1)  # finished and not saved; what comes after it has changed it by half
@@ -493,7 +493,7 @@ def test_long_waits_and_restores_say_how_far_they_are(
     checkpointer.restore()
     trainee.train()
     handle = checkpointer.save(0)
-    handle.wait("captured", 10)
+    handle.wait("captured", 60)
     monkeypatch.setattr(progress_report, "QUIET_S", 0.0)
     monkeypatch.setattr(handles, "PROGRESS_S", 0.01)
     with caplog.at_level(logging.INFO, "holdfast"):
@@ -543,7 +543,7 @@ def test_damage_is_refused_by_name_and_never_a_silent_fresh_start(make: Make, tm
     for step in range(2):
         trainee.train()
         states.append(trainee.fingerprint())
-        checkpointer.save(step, level="durable").wait(timeout_s=10)
+        checkpointer.save(step, level="durable").wait(timeout_s=60)
     keeper = psutil.Process(checkpointer.keeper_status()["pid"])
     checkpointer.close()
     wait_gone(keeper)  # while it lingers, its memory holds both versions undamaged
@@ -616,7 +616,7 @@ def test_wrong_calls_say_what_to_do(make: Make, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="captured, replicated, durable"):
         checkpointer.save(4, level="safe")
     with pytest.raises(LevelNotReached, match="one node"):
-        checkpointer.save(4).wait("replicated", 10)  # it is said at once
+        checkpointer.save(4).wait("replicated", 60)  # it is said at once
     with pytest.raises(UsageError, match="cannot be saved after"):
         checkpointer.save(3)
     foreign = tmp_path / "foreign"
@@ -632,11 +632,11 @@ def test_going_back_leaves_nothing_in_a_dict_that_came_later(make: Make) -> None
     extra: dict[str, Any] = {"ema": torch.zeros(3), "seen": {"a": 1}, "best": {"loss": 3.0}}
     checkpointer = make(Trainee(), extra=extra)
     checkpointer.restore()
-    checkpointer.save(0).wait("captured", 10)
+    checkpointer.save(0).wait("captured", 60)
     extra["seen"]["b"], extra["new"], extra["best"]["loss"], extra["best"]["epoch"] = 2, {"x": [1]}, 1.0, 5
     assert checkpointer.restore() == 1
     assert {key: value for key, value in extra.items() if key != "ema"} == {"seen": {"a": 1}, "best": {"loss": 3.0}}
-    checkpointer.save(1, level="durable").wait(timeout_s=10)
+    checkpointer.save(1, level="durable").wait(timeout_s=60)
     checkpointer.close()
 
     newer: dict[str, Any] = {"ema": torch.zeros(3), "seen": {}, "best": {"loss": 9.0, "epoch": -1}, "rate": 0.1}
@@ -688,7 +688,7 @@ def test_what_came_later_goes_also_after_an_interruption(make: Make) -> None:
     extra: dict[str, Any] = {"ema": torch.zeros(3), "seen": {"a": 1}}
     checkpointer = make(Trainee(), extra=extra)
     checkpointer.restore()
-    checkpointer.save(0).wait("captured", 10)
+    checkpointer.save(0).wait("captured", 60)
     extra["seen"]["b"], extra["new"] = 2, 3
     checkpointer.interrupted()
     assert checkpointer.restore() == 1
@@ -707,7 +707,7 @@ def test_going_back_takes_no_tensors_away_that_came_later(make: Make, shape: str
     extra: dict[str, Any] = {"ema": torch.zeros(3)}
     checkpointer = make(Trainee(), extra=extra)
     checkpointer.restore()
-    checkpointer.save(0).wait("captured", 10)
+    checkpointer.save(0).wait("captured", 60)
     tensor = torch.ones(2)
     late = {"dict": {"w": tensor, "n": 1}, "list": [tensor, 1], "deeper": {"a": [{"w": tensor}], "n": 1}}[shape]
     extra["late"], extra["plain"] = late, {"n": [1]}

@@ -44,7 +44,7 @@ def test_nothing_grows_from_save_to_save(make: Make, tmp_path: Path, warm_up: in
     def save(step: int) -> None:
         trainee.train(1)
         handle = checkpointer.save(step, "durable" if step % 10 == 9 else "captured")
-        assert handle.wait(timeout_s=30) >= Level.CAPTURED
+        assert handle.wait(timeout_s=60) >= Level.CAPTURED
 
     for step in range(warm_up):
         save(step)

@@ -118,7 +118,7 @@ def test_a_keeper_that_died_at_the_last_save_costs_that_one_and_no_more(
     checkpointer.restore()
     for step in range(2):
         trainee.train()
-        checkpointer.save(step).wait("captured", 10)
+        checkpointer.save(step).wait("captured", 60)
     expected = trainee.fingerprint()
     kill_keeper(checkpointer)
     trainee.train()
@@ -140,7 +140,7 @@ def test_after_an_exception_the_last_whole_version_is_stored_if_the_last_was_giv
     trainee = Trainee()
     checkpointer = trusted(make, trainee)
     whole = checkpointer.save(10)
-    whole.wait("captured", 10)
+    whole.wait("captured", 60)
     trainee.train()
     keeper = psutil.Process(checkpointer.keeper_status()["pid"])
     held.gate.clear()
@@ -166,7 +166,7 @@ def test_a_step_number_is_saved_once(make: Make) -> None:
     trainee.train()
     with pytest.raises(UsageError, match="step 0 is saved already, and an optimizer made a step since"):
         checkpointer.save(0)
-    assert checkpointer.save(1).wait("captured", 10)
+    assert checkpointer.save(1).wait("captured", 60)
 
 
 CHILD_ENDS: dict[str, Callable[[Any, Any], None]] = {
@@ -180,7 +180,7 @@ CHILD_VERBS: dict[str, Callable[[Any, Any], object]] = {
     "saves": lambda checkpointer, _: checkpointer.save(99),
     "steps": lambda checkpointer, _: checkpointer.step(99),
     "flushes": lambda checkpointer, _: checkpointer.flush(),
-    "waits": lambda _, handle: handle.wait("captured", 5),
+    "waits": lambda _, handle: handle.wait("captured", 60),
     "asks": lambda checkpointer, _: checkpointer.keeper_status(),
     "restores": lambda checkpointer, _: checkpointer.restore(),
 }
@@ -193,7 +193,7 @@ def test_a_forked_child_ends_nothing_of_its_parent(make: Make, what: str) -> Non
     checkpointer.restore()
     trainee.train()
     handle = checkpointer.save(0)
-    handle.wait("captured", 10)
+    handle.wait("captured", 60)
     keeper = checkpointer.keeper_status()["pid"]
 
     child = os.fork()
@@ -211,7 +211,7 @@ def test_a_forked_child_ends_nothing_of_its_parent(make: Make, what: str) -> Non
             os._exit(code)
     assert psutil.Process(child).wait(timeout=20) == 0
     trainee.train()
-    assert checkpointer.save(1, level="durable").wait(timeout_s=20)
+    assert checkpointer.save(1, level="durable").wait(timeout_s=60)
     assert checkpointer.keeper_status()["pid"] == keeper
 
 

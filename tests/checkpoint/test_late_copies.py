@@ -73,12 +73,12 @@ def test_writes_during_a_late_copy_give_the_version_up(
     write(trainee)
     held.gate.set()
     with pytest.raises(LevelNotReached, match="written while it was copied"):
-        handle.wait("captured", 10)
+        handle.wait("captured", 60)
     assert "settle()" in caplog.text
     expected = trainee.fingerprint()
     after = checkpointer.save(NUM_PROOFS + 2)
     write(trainee)  # what somebody else writes is copied in the call from now on
-    after.wait("captured", 10)
+    after.wait("captured", 60)
     checkpointer.restore(after.version)
     assert trainee.fingerprint() == expected
 
@@ -109,9 +109,9 @@ def test_a_wait_in_another_thread_leaves_the_fence_shut(make: Make, held: Held) 
     handle = checkpointer.save(NUM_PROOFS + 1)
     levels: list[Any] = []
     waits = [
-        threading.Thread(target=lambda: levels.append(handle.wait("captured", 20)), daemon=True),
+        threading.Thread(target=lambda: levels.append(handle.wait("captured", 60)), daemon=True),
         threading.Thread(target=checkpointer.settle, daemon=True),
-        threading.Thread(target=lambda: checkpointer.flush(20), daemon=True),
+        threading.Thread(target=lambda: checkpointer.flush(60), daemon=True),
     ]
     for wait in waits:
         wait.start()
@@ -155,7 +155,7 @@ def test_a_handler_may_save_while_the_step_waits(make: Make, held: Held) -> None
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
-    assert [handle.wait("captured", 10) for handle in (first, *handles)]
+    assert [handle.wait("captured", 60) for handle in (first, *handles)]
     assert len(handles) == 1
     checkpointer.restore(handles[0].version)
     assert [trainee.fingerprint()] == expected
@@ -179,7 +179,7 @@ def test_a_save_within_a_step_is_copied_in_the_call(make: Make, held: Held) -> N
     held.gate.set()
     (expected, handle), *more = taken
     assert not more
-    assert handle.wait("captured", 10)
+    assert handle.wait("captured", 60)
     assert checkpointer.events.counters()["late_copied_bytes"] == late
     assert checkpointer._run.saver._trust._refused == set()
     checkpointer.restore(handle.version)
@@ -218,7 +218,7 @@ def test_a_step_of_another_thread_during_the_call_gives_it_up(
     def begin() -> None:
         if not stepping.is_alive() and not slow.begun.is_set():
             stepping.start()
-            assert slow.begun.wait(20.0)
+            assert slow.begun.wait(60)
 
     if when == "before the call":
         begin()
@@ -228,9 +228,9 @@ def test_a_step_of_another_thread_during_the_call_gives_it_up(
     slow.go_on.set()
     stepping.join(20.0)
     with pytest.raises(LevelNotReached, match="stepped in another thread"):
-        handle.wait("captured", 10)
+        handle.wait("captured", 60)
     trainee.train()
-    assert checkpointer.save(NUM_PROOFS + 2).wait("captured", 10)
+    assert checkpointer.save(NUM_PROOFS + 2).wait("captured", 60)
 
 
 def test_a_save_in_the_middle_of_a_save_is_given_up_by_name(
@@ -253,9 +253,9 @@ def test_a_save_in_the_middle_of_a_save_is_given_up_by_name(
     monkeypatch.undo()
     assert inner
     assert all("in the middle of another save" in handle.given_up for handle in inner)
-    assert outer.wait("captured", 10)
+    assert outer.wait("captured", 60)
     trainee.train()
-    assert checkpointer.save(NUM_PROOFS + 3).wait("captured", 10)
+    assert checkpointer.save(NUM_PROOFS + 3).wait("captured", 60)
     checkpointer.restore(outer.version)
     assert trainee.fingerprint() == expected
 
@@ -274,7 +274,7 @@ def test_a_step_that_raised_is_not_under_way() -> None:
     slow = Slow([parameter])
     thread = threading.Thread(target=slow.step)
     thread.start()
-    assert slow.begun.wait(20.0)
+    assert slow.begun.wait(60)
     assert steps.under_way() == {thread.ident}
     slow.go_on.set()
     thread.join(20.0)
@@ -301,7 +301,7 @@ def test_steps_of_an_optimizer_that_was_not_given_wait_too(
     threading.Timer(0.3, held.gate.set).start()
     other.step()
     assert held.gate.is_set(), "the step did not wait for the copy"
-    assert handle.wait("captured", 10)
+    assert handle.wait("captured", 60)
     assert caplog.text.count("Adagrad steps parameters") == 1
 
 
@@ -315,7 +315,7 @@ def test_an_optimizer_of_other_parameters_waits_for_nothing(make: Make, held: He
     torch.optim.SGD([stranger], lr=1.0).step()
     assert not checkpointer._run.saver.fence.idle(0.0), "the copy still waits"
     held.gate.set()
-    assert handle.wait("captured", 10)
+    assert handle.wait("captured", 60)
 
 
 def test_after_settle_weights_may_be_swapped(make: Make, held: Held, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,7 +333,7 @@ def test_after_settle_weights_may_be_swapped(make: Make, held: Held, caplog: pyt
         for parameter, before in zip(trainee.model.parameters(), kept, strict=True):
             parameter.data.copy_(before)
         trainee.train()
-        assert handle.wait("captured", 10)
+        assert handle.wait("captured", 60)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert checkpointer._run.saver._trust._refused == set()
     checkpointer.restore(handle.version)
@@ -352,7 +352,7 @@ def test_steps_that_pass_no_fence_end_late_copies_with_one_warning(
         handle = checkpointer.save(step)
         checkpointer._run.saver.fence.idle(20.0)
         foreach(trainee)
-    handle.wait("captured", 10)
+    handle.wait("captured", 60)
     assert len([r for r in caplog.records if "copied in the call from now on" in r.getMessage()]) == 1
     before = checkpointer.events.counters()["late_copied_bytes"]
     assert checkpointer.restore(handle.version) == NUM_PROOFS + 4
@@ -388,7 +388,7 @@ def test_no_fault_of_a_comparison_reaches_the_step(
     if when == "late":
         assert "was not checked" in handle.given_up, "what was not checked does not count"
     else:
-        assert handle.wait("captured", 10)
+        assert handle.wait("captured", 60)
         assert checkpointer._run.saver._trust._proofs == {}
 
 
@@ -448,7 +448,7 @@ def test_a_compiled_step_passes_the_fence_and_proves_as_a_plain_one(make: Make) 
         assert checkpointer._run.saver.fence.num_steps == number + 1
         expected = model.weight.detach().clone()
         handle = checkpointer.save(number)
-    assert handle.wait("captured", 10)
+    assert handle.wait("captured", 60)
     assert checkpointer.events.counters()["late_copied_bytes"] > 0
     checkpointer.restore(handle.version)
     assert torch.equal(model.weight, expected)
@@ -460,7 +460,7 @@ def test_a_frozen_keeper_holds_a_save_that_outgrew_its_slots_for_its_bound(make:
     checkpointer.restore()
     for step in range(2):  # not yet trusted: the call itself needs the slot
         trainee.train()
-        checkpointer.save(step).wait("captured", 10)
+        checkpointer.save(step).wait("captured", 60)
     keeper = psutil.Process(checkpointer.keeper_status()["pid"])
     returned = threading.Event()
     keeper.suspend()
@@ -480,7 +480,7 @@ def test_a_frozen_keeper_holds_a_save_that_outgrew_its_slots_for_its_bound(make:
     run: Any = checkpointer._run
     assert run.saver.fence.idle(30.0)
     trainee.train()
-    assert checkpointer.save(4, info={"note": "x" * 3_000_000}).wait("captured", 10)
+    assert checkpointer.save(4, info={"note": "x" * 3_000_000}).wait("captured", 60)
 
 
 @pytest.mark.parametrize("write", [fill, foreach, counted, moments])
@@ -560,10 +560,10 @@ def main(how):
             else:
                 take_away(model)
         else:
-            handle.wait("captured", 20)
+            handle.wait("captured", 60)
     queue.put(None)
     process.join()
-    handle.wait("captured", 20)
+    handle.wait("captured", 60)
     checkpointer.restore(handle.version)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), states))
     checkpointer.close()
@@ -601,7 +601,7 @@ def test_an_inner_part_of_a_large_tensor_that_is_written_and_put_back_is_found(m
     assert checkpointer._run.saver.fence.idle(20.0)
     inner.copy_(kept)
     with pytest.raises(LevelNotReached, match="written while it was copied"):
-        handle.wait("captured", 10)
+        handle.wait("captured", 60)
 
 
 def test_training_runs_the_rules_that_the_model_checks() -> None:

@@ -192,7 +192,7 @@ def test_values_of_the_loop_come_back_as_the_step_left_them(make: Make) -> None:
     assert checkpointer.carry("new", "value") == "value", "a version without it fits"
     handle = checkpointer.step(3, batch=(tensor, rows), best=best, new="other")
     assert handle is not None
-    assert handle.wait("captured", 10) >= holdfast.Level.CAPTURED
+    assert handle.wait("captured", 60) >= holdfast.Level.CAPTURED
     assert checkpointer.restore() == 4, "back in the middle of training"
     assert checkpointer.carry("new", "value") == "other"
 

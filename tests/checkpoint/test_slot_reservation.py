@@ -63,7 +63,7 @@ def test_training_begins_before_its_memory_is_made(make: Make, memory: Memory) -
     assert checkpointer._run is not None
     assert checkpointer._run.saver.await_slots(10)
 
-    assert checkpointer.save(1).wait("captured", 10) >= Level.CAPTURED
+    assert checkpointer.save(1).wait("captured", 60) >= Level.CAPTURED
 
 
 def test_the_last_step_is_saved_although_its_memory_came_after_it(
@@ -130,5 +130,5 @@ def test_a_keeper_that_dies_before_all_slots_are_there_is_replaced_by_one_that_m
     eventually(lambda: not lost.alive)
     assert checkpointer._run.link.wait_mended(20)
 
-    assert checkpointer.save(1).wait("captured", 10) >= Level.CAPTURED
+    assert checkpointer.save(1).wait("captured", 60) >= Level.CAPTURED
     assert len(checkpointer.keeper_status()["ranks"]["0"]["slots"]) == 2

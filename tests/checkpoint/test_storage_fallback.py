@@ -55,7 +55,7 @@ def test_a_state_that_grew_is_saved_to_storage_until_it_fits_again(make: Make, t
     checkpointer.restore()
     first = checkpointer.step(0)
     assert first is not None
-    first.wait("captured", 10)
+    first.wait("captured", 60)
 
     growing.data = torch.arange(3_000_000).to(torch.uint8)
     lost = checkpointer.step(1)
@@ -71,7 +71,7 @@ def test_a_state_that_grew_is_saved_to_storage_until_it_fits_again(make: Make, t
     checkpointer.step(3)  # memory could be had again: known now, and so from the next step on
     again = checkpointer.step(4)
     assert again is not None
-    assert again.wait("captured", 10) >= Level.CAPTURED
+    assert again.wait("captured", 60) >= Level.CAPTURED
     assert "memory_level_back" in names
     checkpointer.close()
     assert versions(tmp_path)[-1] == Version(1, 4)
@@ -98,7 +98,7 @@ def test_a_keeper_that_is_gone_for_good_costs_one_save_and_memory_returns_with_t
     checkpointer.restore()
     trainee.train()
     checkpointer.step(0)
-    checkpointer.flush(10)
+    checkpointer.flush(60)
     link = checkpointer._run.link  # type: ignore[union-attr]
     no_keeper(True)
     kill_keeper(checkpointer)
@@ -121,7 +121,7 @@ def test_a_keeper_that_is_gone_for_good_costs_one_save_and_memory_returns_with_t
     checkpointer.step(3)
     again = checkpointer.step(4)
     assert again is not None
-    assert again.wait("captured", 10) >= Level.CAPTURED
+    assert again.wait("captured", 60) >= Level.CAPTURED
     assert checkpointer.restore("i000001-s0000000002") == 3
     assert trainee.fingerprint() == kept
 

@@ -102,7 +102,7 @@ def test_without_a_keeper_training_goes_on_and_the_level_returns_with_one(
         trainee.train()
         states.append(trainee.fingerprint())
         checkpointer.step(step)
-    checkpointer.flush(10)
+    checkpointer.flush(60)
     assert versions(tmp_path / "job") == [Version(1, 1), Version(1, 3)]
     assert [version for version, error in told if error is None] == [Version(1, 1), Version(1, 3)]
     trainee.train()
@@ -117,7 +117,7 @@ def test_without_a_keeper_training_goes_on_and_the_level_returns_with_one(
     no_keeper()
     assert checkpointer.restore() == 8
     trainee.train()
-    assert checkpointer.save(8).wait(timeout_s=20) is Level.CAPTURED
+    assert checkpointer.save(8).wait(timeout_s=60) is Level.CAPTURED
     checkpointer.close()
     assert versions(tmp_path / "job")[-1] == Version(3, 8)
 
@@ -141,7 +141,7 @@ def test_storage_that_refuses_costs_the_version_and_nothing_else(make: Make, tmp
     assert handle.given_up
     assert handle.reached is Level.NONE
     with pytest.raises(LevelNotReached, match="i000001-s0000000000"):
-        checkpointer.flush(10)
+        checkpointer.flush(60)
     (tmp_path / "job" / ".tmp").unlink()
     (tmp_path / "elsewhere").rename(tmp_path / "job" / ".tmp")
     checkpointer.close()

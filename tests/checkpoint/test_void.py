@@ -144,7 +144,7 @@ def test_a_copy_that_a_device_had_not_passed_is_void_although_it_passes_it_later
     fence.start(job)
     open_checkpointers.void()
     copy.event.set()  # the collective in front of it was aborted
-    assert job.done.wait(20)
+    assert job.done.wait(60)
     assert "broke off" in ended.reasons[0]
     assert copy.stopped, "nothing more of it is queued"
 
@@ -155,7 +155,7 @@ def test_a_copy_that_a_device_had_passed_counts(fence: Fence) -> None:
     alive_before = open_checkpointers.broken.reason
     fence.start(job)
     open_checkpointers.void()
-    assert job.done.wait(20)
+    assert job.done.wait(60)
     assert (alive_before, ended.reasons) == ("", [""])
 
 
@@ -164,12 +164,12 @@ def test_copies_queued_after_a_break_are_void_until_rerun(fence: Fence) -> None:
     ended = Ended()
     open_checkpointers.void()
     fence.start(first := ended.job(Copy(passed=True)))
-    assert first.done.wait(20)
+    assert first.done.wait(60)
     fence.release()
     assert fence.idle(20)
     open_checkpointers.begin()
     fence.start(second := ended.job(Copy(passed=True)))
-    assert second.done.wait(20)
+    assert second.done.wait(60)
     assert [bool(reason) for reason in ended.reasons] == [True, False]
 
 
@@ -195,7 +195,7 @@ def test_what_a_device_had_not_passed_when_an_error_ended_the_run_is_void(fence:
     fence.start(job := ended.job(copy))
     fence.void()
     copy.event.set()
-    assert job.done.wait(20)
+    assert job.done.wait(60)
     assert "an error ended the run" in ended.reasons[0]
 
 
@@ -205,7 +205,7 @@ def test_without_a_device_nothing_is_void(fence: Fence, monkeypatch: pytest.Monk
     ended, target = Ended(), torch.zeros(4)
     open_checkpointers.void()
     fence.start(job := ended.job(None, batches([target], [torch.ones(4)])))
-    assert job.done.wait(20)
+    assert job.done.wait(60)
     assert (ended.reasons, target.sum()) == ([""], 4)
 
 

@@ -21,7 +21,7 @@ model = torch.nn.Linear(8, 8)
 checkpointer = holdfast.Checkpointer(sys.argv[1], model=model, every=1, durable_every=0)
 checkpointer.restore()
 for step in range(3):
-    checkpointer.save(step).wait("captured", 30)
+    checkpointer.save(step).wait("captured", 60)
 print("ready", flush=True)
 sys.stdin.readline()
 checkpointer.close()

@@ -81,7 +81,7 @@ def main() -> None:
                 facts["saved"].append(step)  # type: ignore[attr-defined]
             if part == "first" and step == LAST_OF_FIRST:
                 assert handle is not None
-                handle.wait("replicated", 30)
+                handle.wait("replicated", 60)
                 write(out / f"first-{rank}.json", facts)
                 threading.Event().wait(120)  # the test kills this process
             if part == "second" and len(facts["saved"]) == 2:  # type: ignore[arg-type]

@@ -252,7 +252,7 @@ def test_a_full_disk_costs_the_durable_level_until_there_is_space_again(make: Ma
             model[0].weight.add_(1.0)
 
         handle = checkpointer.save(1, level="durable")
-        assert handle.wait("captured", 10) >= holdfast.Level.CAPTURED
+        assert handle.wait("captured", 60) >= holdfast.Level.CAPTURED
         with pytest.raises(LevelNotReached, match="no space is left") as caught:
             handle.wait("durable", 1.0)
         assert caught.value.code == "HF700"
@@ -263,7 +263,7 @@ def test_a_full_disk_costs_the_durable_level_until_there_is_space_again(make: Ma
         assert open_storage(disk / "job", Events()).versions() == [GOOD], "nothing half visible"
         assert versions.verify_versions(str(disk / "job"), None, as_json=False) == 0, "the good version is still good"
         late = checkpointer.save(2, level="durable")
-        assert late.wait("captured", 10) >= holdfast.Level.CAPTURED, "memory levels go on"
+        assert late.wait("captured", 60) >= holdfast.Level.CAPTURED, "memory levels go on"
         with pytest.raises(LevelNotReached, match="no space is left"):
             late.wait("durable", 1.0)
         with refused(StorageFull, code="HF201", place=disk / "other", remedy="free space"):
@@ -293,7 +293,7 @@ def test_a_restart_on_a_full_disk_comes_back_from_memory(make: Make, tmp_path: P
         first.save(0, level="durable").wait()
         with torch.no_grad():
             model[0].weight.add_(1.0)
-        first.save(1).wait("captured", 10)
+        first.save(1).wait("captured", 60)
         newest = content(model)
         ballast = disk / "ballast"
         fill_up(ballast)
@@ -305,7 +305,7 @@ def test_a_restart_on_a_full_disk_comes_back_from_memory(make: Make, tmp_path: P
             assert again.restore() == step + 1
             assert equal(content(other), newest)
             handle = again.save(step + 1, level="durable")
-            assert handle.wait("captured", 10) >= holdfast.Level.CAPTURED
+            assert handle.wait("captured", 60) >= holdfast.Level.CAPTURED
             assert handle.version == Version(incarnation, step + 1)
             with pytest.raises(LevelNotReached, match="no space is left"):
                 handle.wait("durable", 0.5)
@@ -338,7 +338,7 @@ def test_a_directory_that_is_deleted_while_it_trains(make: Make, tmp_path: Path)
 
     for step in (1, 2):
         handle = checkpointer.save(step, level="durable")
-        assert handle.wait("captured", 10) >= holdfast.Level.CAPTURED
+        assert handle.wait("captured", 60) >= holdfast.Level.CAPTURED
     pid = checkpointer.keeper_status()["pid"]
     assert any("vanished" in alarm["text"] for alarm in wait_for_alarms(checkpointer))
     with pytest.raises(LevelNotReached) as caught:

@@ -126,7 +126,7 @@ def test_groups_of_devices_are_aborted_all_together_and_others_are_not(monkeypat
     groups = [DeviceGroup(device) for device in ("cuda", "cpu", "cuda")]
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
     group_teardown.Aborts().begin()
-    assert all(group.aborted.wait(20) for group in (groups[0], groups[2]))
+    assert all(group.aborted.wait(60) for group in (groups[0], groups[2]))
     assert not groups[1].aborted.is_set()
     for group in groups:
         group.may_end.set()

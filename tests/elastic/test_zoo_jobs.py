@@ -100,7 +100,7 @@ def test_what_is_not_taken_back_ends_the_restore_unless_it_is_not_strict(tmp_pat
     job = checkpointer(tmp_path / "job", runtime_dir, objects)
     job.restore()
     step()
-    job.save(0, "durable").wait("durable", 20)
+    job.save(0, "durable").wait("durable", 60)
     job.abandon()
     job = checkpointer(tmp_path / "job", runtime_dir, forgetting()[0])
     with pytest.raises(MismatchError, match=r"did not take back k"):

@@ -23,7 +23,7 @@ from holdfast.base.errors import InUse, KeeperLost
 from holdfast.base.events import Events
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.keeper.rpc.client import KeeperClient
-from holdfast.keeper.rpc.messages import RANK, Cadence, Hello, encode
+from holdfast.keeper.rpc.messages import RANK, Cadence, Hello, Ok, encode
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.rpc.thread_pool import ThreadPool
 from holdfast.keeper.service.keeper import TICK_S
@@ -206,6 +206,31 @@ def test_processes_of_another_pid_namespace_are_not_taken_for_one(monkeypatch: p
     trainers.gone(first)
     trainers.attach(second, HELLO)
     assert trainers.connected[3].connection is second
+
+
+def test_the_reply_of_a_thread_that_gets_its_turn_late_is_sent_before_the_end(tmp_path: Path) -> None:
+    begun, never = threading.Event(), threading.Event()
+    with frames.listen(tmp_path / "s") as listener:
+        client = frames.connect(f"unix:{tmp_path}/s", timeout_s=5)
+        channel = frames.accept(listener)
+        assert channel is not None
+        connection = Connection(channel, 1, ThreadPool("test", 1))
+        connection.start()
+
+        def answer() -> None:
+            with connection.answering():
+                begun.set()
+                never.wait(1.5)  # as on a busy machine
+                connection.send(Ok(id=7))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert begun.wait(20)
+        connection.flush()
+        connection.end()
+        thread.join(20)
+        assert client.receive(timeout_s=5)[0] == encode(Ok(id=7))
+        client.close()
 
 
 def test_who_comes_while_it_ends_is_turned_away_or_served(make_rig: MakeRig) -> None:

@@ -44,7 +44,7 @@ def gate() -> Iterator[Gate]:
 def test_a_full_queue_refuses_and_drops_nothing(gate: Gate) -> None:
     worker = Worker("test", gate, lambda _: None, bound=3)
     assert worker.put(0)
-    assert gate.begun.wait(30)  # it is in hand, and waits no more
+    assert gate.begun.wait(60)  # it is in hand, and waits no more
     assert [worker.put(job) for job in (1, 2, 3, 4, 5)] == [True, True, True, False, False]
     gate.open.set()
     eventually(lambda: worker.idle)
@@ -85,7 +85,7 @@ def test_of_versions_that_wait_the_newest_alone_is_pulled(gate: Gate, monkeypatc
     monkeypatch.setattr(Replicator, "_pull", lambda _, home, pull: gate((home, pull.version.step)))
     pulls = replicator({})
     pulls.put(Version(1, 1))
-    assert gate.begun.wait(30)
+    assert gate.begun.wait(60)
     for step in (2, 3, 4):
         pulls.put(Version(1, step))
     gate.open.set()

@@ -141,7 +141,7 @@ def test_a_refill_that_is_asked_again_while_its_pull_is_under_way_brings_nothing
     slow = held_up("read")
     node.silent = ((2, "did not answer in time"),)
     node.replicator.refill(RESUMED)
-    assert slow.begun.wait(30)
+    assert slow.begun.wait(60)
     asked = threading.Event()
     eventually(lambda: node.replicator._unfilled == RESUMED)
     node.silent, node.asked = (), [asked.set]
@@ -163,7 +163,7 @@ def test_a_pull_of_the_past_that_was_refused_and_the_refill_bring_one_copy(make_
         node.replicate(Version(1, step))
     past = held_up("hello", Fenced("incarnation 1 is over; 2 has begun"))
     node.hear(Kind.CAPTURED, RESUMED)
-    assert past.begun.wait(30)
+    assert past.begun.wait(60)
     node.assemble(2)
     node.replicator.tick()  # nothing has failed yet
     past.on.set()
@@ -172,7 +172,7 @@ def test_a_pull_of_the_past_that_was_refused_and_the_refill_bring_one_copy(make_
     node.asked = [asked.set]
     node.state.resume(2, RESUMED)
     node.replicator.tick()  # what was refused is of use again, for all resumed from it
-    assert again.begun.wait(30)
+    assert again.begun.wait(60)
     node.replicator.refill(RESUMED)
     assert asked.wait(30)
     eventually(lambda: node.replicator._filler.idle)

@@ -42,7 +42,7 @@ def trusted(make: Make, trainee: Trainee, **options: Any) -> Any:
     checkpointer.restore()
     for step in range(NUM_PROOFS + 1):
         trainee.train()
-        checkpointer.save(step).wait("captured", 10)
+        checkpointer.save(step).wait("captured", 60)
     trainee.train()
     assert checkpointer.events.counters()["late_copied_bytes"] > 0
     return checkpointer

@@ -14,8 +14,8 @@ from torch import distributed as dist
 from holdfast.adapters import singletons
 from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
-from holdfast.adapters.zero.nested_loop import KeptLoops, Unfit
-from holdfast.adapters.zero.nested_script import Nest, find_nested
+from holdfast.adapters.zero.nested.nested_loop import KeptLoops, Unfit
+from holdfast.adapters.zero.nested.nested_script import Nest, find_nested
 from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
 from holdfast.base import config
 from holdfast.base.errors import MismatchError

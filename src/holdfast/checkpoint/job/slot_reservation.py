@@ -11,7 +11,6 @@ Called by `checkpoint.save.memory_saver`.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from holdfast.base.errors import HoldfastError
 from holdfast.checkpoint.device import accelerator
 from holdfast.keeper.rpc.client import KeeperClient, Slot
+from holdfast.tiers.memory.usable_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ CORES_FOR_BOTH = 8
 
 def comes_after_restore() -> bool:
     """Return whether this machine has too few cores to make memory for saves beside a restore."""
-    return len(os.sched_getaffinity(0)) < CORES_FOR_BOTH
+    return usable_cores() < CORES_FOR_BOTH
 
 
 class Reservation:

@@ -19,7 +19,6 @@ lock. What goes to a device is hashed and queued from a slot that the driver kno
 from __future__ import annotations
 
 import ctypes
-import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +38,7 @@ from holdfast.core.model import Extent
 from holdfast.keeper.rpc.client import Located
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES, Entry, Image
+from holdfast.tiers.memory.usable_cores import usable_cores
 from holdfast.tiers.storage.unread_chunks import UnreadChunks
 
 # More threads than memory channels do not copy faster.
@@ -140,7 +140,7 @@ def fill_with(
     """
     starts = Starts(copy.live.local for rows in copies for copy in rows)
     work = _Work(sources, progress, starts)
-    num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+    num_threads = min(MAX_THREADS, usable_cores())
     unread: list[tuple[UnreadChunks, list[_Chunk]]] = []
     with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-restore") as pool:
         helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
@@ -152,7 +152,8 @@ def fill_with(
                     if left is None or chunk.index in left.here:
                         work.todo.put(chunk)
                 if left is not None:
-                    unread.append((left, [chunk for chunk in planned if chunk.index not in left.here]))
+                    found = {chunk.index: chunk for chunk in planned if chunk.index not in left.here}
+                    unread.append((left, [found[index] for index in left.order(list(found))]))
         finally:
             for _ in range(num_threads):
                 work.todo.put(None)

@@ -14,7 +14,6 @@ Owns the fence, the side streams and the views of slots. Called by `checkpoint.c
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -48,6 +47,7 @@ from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
 from holdfast.keeper.rpc.client import CALL_TIMEOUT_S, KeeperClient, Slot
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
+from holdfast.tiers.memory.usable_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Saver:
         self._rank = rank
         # Ranks of one node save at the same moment and share its cores.
         here = topology.ranks_on(topology.node_of[rank])
-        self._num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // len(here)))
+        self._num_threads = min(MAX_THREADS, max(1, usable_cores() // len(here)))
         self._shared = Shared(set(here) - {rank})
         optimizers = state.optimizers
         self._trust = MutationHistory(overlap=config.overlap and bool(optimizers))

@@ -282,7 +282,7 @@ def why_not(objects: Mapping[str, Any]) -> str:
         return "an accelerator is used, which does not survive a fork"
     if torch.get_num_threads() > 1:
         return "torch computes with several threads, which do not survive a fork"
-    if sum(t.nbytes for t in _tensors(objects)) > MAX_BYTES:
+    if sum(t.numel() * t.element_size() for t in _tensors(objects)) > MAX_BYTES:
         return f"more than {MAX_BYTES >> 20} MiB of tensors"
     return "memory is shared with others" if sandbox.shares_memory() else ""
 

@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S = 5.0
 JOIN_TIMEOUT_S = 5.0
-FLUSH_TIMEOUT_S = 1.0
+# What the last word of a keeper may take for all connections together: on a busy machine threads get their turn late.
+FLUSH_TIMEOUT_S = 5.0
 REST_S = 0.05
 # Connections at once: local ranks, viewers, and the keepers of other nodes, which all report to the coordinator's.
 MAX_CONNECTIONS = 8192
@@ -152,12 +153,13 @@ class Connection:
         self._outbox.clear()
         self.channel.close()
 
-    def flush(self) -> None:
+    def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
         """Lets a reply that is due and what is queued be sent, and takes nothing more; used when the keeper says its last word."""
+        deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: not self._answering, FLUSH_TIMEOUT_S)
+            self._changed.wait_for(lambda: not self._answering, timeout_s)
             self._ended = True
-        self._await_writer(FLUSH_TIMEOUT_S)
+        self._await_writer(max(0.0, deadline - time.monotonic()))
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -308,7 +310,9 @@ class Server:
         connection = Connection(channel, next(self._numbers), self._thread_pool)
         with self._lock:
             known = self._connections.values()
-            waiting = [c for c in known if c.hello is None and c.is_remote == connection.is_remote]
+            waiting = [
+                c for c in known if c.hello is None and c.is_remote == connection.is_remote and not c.channel.is_cut
+            ]
             crowded = len(waiting) >= frames.MAX_CONNECTIONS
             full = len(self._connections) >= MAX_CONNECTIONS or (crowded and not connection.is_remote)
             if not full:
@@ -448,8 +452,9 @@ class Server:
         with self._lock:
             connections, parked = list(self._connections.values()), list(self._parked.values())
             self._parked.clear()
+        deadline = time.monotonic() + FLUSH_TIMEOUT_S
         for connection in connections:
-            connection.flush()
+            connection.flush(max(0.0, deadline - time.monotonic()))
             connection.channel.abort()
         for connection in parked:
             self._finish(connection)

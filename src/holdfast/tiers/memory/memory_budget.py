@@ -20,6 +20,7 @@ from holdfast.base.config import parse_size
 from holdfast.base.errors import MemoryRefused
 from holdfast.tiers.format.strict_json import parse_loose
 from holdfast.tiers.memory.processes import has_ended, start_time, take_lock
+from holdfast.tiers.memory.usable_cores import groups_above
 
 # A quarter by default: the trainer, its data loader and the page cache need the rest.
 DEFAULT_SHARE = 4
@@ -52,14 +53,11 @@ def read_limits(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgro
     meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
     limit, available = (int(meminfo[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     group = ""
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            base = cgroup / "memory" if controllers else cgroup
-            group = path if controllers or not group else group
-            for directory in _upwards(base, path):
-                ceiling, used = _group_numbers(directory)
-                limit, available = min(limit, ceiling), min(available, max(0, ceiling - used))
+    for name, directories in groups_above("memory", proc=proc, cgroup=cgroup):
+        group = group or name
+        for directory in directories:
+            ceiling, used = _group_numbers(directory)
+            limit, available = min(limit, ceiling), min(available, max(0, ceiling - used))
     return Limits(limit, available, group)
 
 
@@ -177,16 +175,6 @@ def _lives(name: str) -> bool:
     if len(parts) != 3 or not _NUMBER.match(parts[1]):
         return False
     return not has_ended(int(parts[1]), int(parts[2]) if _NUMBER.match(parts[2]) else None)
-
-
-def _upwards(base: Path, path: str) -> Iterator[Path]:
-    """The cgroup's directory and all above it up to `base`; in a container the named path may not exist."""
-    directory = base / path.strip("/")
-    while True:
-        yield directory
-        if directory == base:
-            return
-        directory = directory.parent
 
 
 def _group_numbers(directory: Path) -> tuple[int, int]:

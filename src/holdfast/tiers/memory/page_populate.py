@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 
 from holdfast.base.errors import MemoryRefused
 from holdfast.tiers.memory.slots import Slot, patience_s
+from holdfast.tiers.memory.usable_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -190,5 +190,5 @@ def share_of_cores(fewest: int = LEAST_THREADS) -> int:
     Args:
         fewest: threads on a machine of few cores.
     """
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = usable_cores()
     return min(num_cores, MAX_THREADS, max(fewest, num_cores // CORES_PER_THREAD))
