@@ -144,7 +144,6 @@ CASES: dict[str, Case] = {
         shown="mem",
     ),
     "tensor in an attribute of a module of torch's": Case(
-        "model.0.mem",
         pre="model[0].mem = torch.ones(4)",
         body="model[0].mem = model[0].mem * 0.9",
         scale="model[0].mem.sum()",

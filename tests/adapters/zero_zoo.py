@@ -446,7 +446,7 @@ CASES: dict[str, Case] = {
             print("END", history, last)
         main()
         """),
-    "loop in a method": Case("Trainer", whole="""
+    "loop in a method": Case(whole="""
         class Trainer:
             n = 0
             def fit(self):
