@@ -61,7 +61,9 @@ def _rank(options: argparse.Namespace) -> None:
         "gloo", init_method=f"file://{options.home}/meeting", rank=options.rank, world_size=options.world
     )
     torch.manual_seed(0)
-    model = nn.ParameterList(torch.rand(8 * MIB // 4) for _ in range(options.mib // 8))
+    model = nn.parallel.DistributedDataParallel(
+        nn.ParameterList(torch.rand(8 * MIB // 4) for _ in range(options.mib // 8))
+    )
     live = {name: parameter.detach() for name, parameter in model.named_parameters()}
     root, config = options.home / "job", measure.only_on_demand(options.home)
     if options.rank == 0:
