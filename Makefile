@@ -10,10 +10,11 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= 2
 
 # Frameworks that holdfast is used through; each is tested in an environment of its own, with the versions of constraints-doors.txt.
-DOORS := huggingface trl lightning deepspeed megatron torchtitan ray mindspore
+DOORS := huggingface trl lightning deepspeed megatron torchtitan torch-checkpointing ray mindspore
 TESTS_huggingface := tests/adapters/test_huggingface.py tests/adapters/test_huggingface_moments.py tests/adapters/test_accelerate_moments.py
 TESTS_trl := tests/adapters/test_trl_moments.py
 TESTS_lightning := tests/adapters/test_lightning.py tests/adapters/test_lightning_moments.py
+TESTS_torch-checkpointing := tests/adapters/test_torch_checkpointing.py
 TESTS_mindspore := tests/adapters/test_aiturbo.py
 EXAMPLES_huggingface := huggingface_trainer
 EXAMPLES_lightning := lightning_fit or stateful_loader

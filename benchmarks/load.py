@@ -16,6 +16,12 @@ reads its own), in turn:
   until every rank has copied the state out of its keeper's memory.
 - `slow_storage_growth`: seconds of 8 ranks over seconds of one, told for both. What is read once does not grow.
 
+Last, real ranks of one node that all want the same bundles, with their keeper (`benchmarks.load_together`):
+
+- `load_together_ratio:N`: `restore()` of N ranks from files in the page cache over `torch.load(mmap=True)` and a copy in as many
+  ranks, median of the paired ratios.
+- `load_together_amplification:N`: bytes that they read from storage over those of the state. Goal 1.
+
 All keepers share one machine here, so passing on costs the cores that reading needs; on a cluster it does not.
 """
 
@@ -38,6 +44,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from benchmarks import measure, pace
+from benchmarks.load_together import load_together
 from benchmarks.measure import MIB, Report
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -59,6 +66,7 @@ from holdfast.tiers.storage.version_store import Storage, open_storage
 TIMEOUT_S = 120.0
 COLUMNS = 1024
 WORLDS = (1, 2, 4, 8)
+TOGETHER = (2, 4)
 SLOW_MIB_PER_S = 32
 SLOW_ROUNDS = 3
 # Of the ratio: what is left of a rival's time if storage is all that counts and is read once, and a half of it more.
@@ -325,6 +333,20 @@ def main() -> None:
             path = Path(job.root) / str(job.version)
             report.figure(f"dcp_load_seconds:{world}", stock(path, num_bytes, world), "s")
         slow(Path(home), (24 if options.quick else 64) * MIB, 1 if options.quick else SLOW_ROUNDS, report)
+        mib, rounds = (64, 3) if options.quick else (options.mib, 7)
+        for world in TOGETHER:
+            found = load_together(Path(home) / f"together{world}", mib, world, rounds)
+            ours, theirs = found["ours"], found["theirs"]
+            report.figure(
+                f"load_together_ratio:{world}",
+                measure.ratio(ours, theirs),
+                "ratio",
+                "<= 1.2",
+                mib=mib,
+                seconds=round(statistics.median(ours), 3),
+                torch_seconds=round(statistics.median(theirs), 3),
+            )
+            report.figure(f"load_together_amplification:{world}", found["read"], "x", "<= 1.001")
     report.save()
 
 

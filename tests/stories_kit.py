@@ -58,13 +58,14 @@ class Stories:
             self.known[plan] = json.loads((place / "facts").read_text())
         return dict(self.known[plan])
 
-    def killed(self, plan: str, moment: str, *words: str) -> tuple[dict[str, Any], str]:
-        """Two lives: the first ends at the moment, the second is what the launcher would start then."""
+    def killed(self, plan: str, moment: str, *words: str, plain: bool = False) -> tuple[dict[str, Any], str]:
+        """Two lives: the first ends at the moment, the second is what the launcher would start then. Plain: without holdfast."""
         place = self._directory()
-        ended = self._live(place, "--plan", plan, "--kill", moment, *words)
+        disabled = {"HOLDFAST_DISABLE": "1"} if plain else {}
+        ended = self._live(place, "--plan", plan, "--kill", moment, *words, **disabled)
         assert ended == (0 if "--term" in words else -9), self.told(place)
         assert not (place / "facts").exists(), "the training was over before the moment"
-        again = self._live(place, "--plan", plan, *words, TORCHELASTIC_RESTART_COUNT="1")
+        again = self._live(place, "--plan", plan, *words, TORCHELASTIC_RESTART_COUNT="1", **disabled)
         assert again == 0, self.told(place)
         return json.loads((place / "facts").read_text()), self.told(place)
 
@@ -92,18 +93,35 @@ class Stories:
         if not moment and (number, plan) in self.known:
             return [dict(facts) for facts in self.known[number, plan]]
         place = self._directory()
-        files = [str(place / "root"), str(place / "facts")]
-        launch = launch or [*launching(number), "--max-restarts", "2"]
-        command = [*launch, str(self.script), *files, "--plan", plan]
-        command += ["--ranks", str(number), *(("--kill", moment, "--of", str(of)) if moment else ())]
-        variables = {**self.environment, **({} if moment else {"HOLDFAST_DISABLE": "1"})}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        names = ["facts", *(f"facts.{rank}" for rank in range(1, number))]
-        facts = [json.loads((place / name).read_text()) for name in names]
+        words = ("--kill", moment, "--of", str(of)) if moment else ()
+        self._launch(place, number, plan, *words, launch=launch, plain=not moment)
+        facts = self._facts(place, number)
         if not moment:
             self.known[number, plan] = [dict(each) for each in facts]
         return facts
+
+    def ranks_told_to_stop(self, number: int, plan: str, moment: str, of: int) -> list[dict[str, Any]]:
+        """Facts of every rank of a second launch. In the first, rank `of` got SIGTERM at the moment, and nothing is saved by cadence."""
+        place = self._directory()
+        words = ("--term", "--every", "100")
+        self._launch(place, number, plan, *words, "--kill", moment, "--of", str(of))
+        assert not (place / "facts").exists(), "the training was over before the moment"
+        self._launch(place, number, plan, *words)
+        return self._facts(place, number)
+
+    def _launch(
+        self, place: Path, number: int, plan: str, *words: str, launch: Sequence[str] = (), plain: bool = False
+    ) -> None:
+        launch = launch or [*launching(number), "--max-restarts", "2"]
+        command = [*launch, str(self.script), str(place / "root"), str(place / "facts"), "--plan", plan]
+        command += ["--ranks", str(number), *words]
+        variables = {**self.environment, **({"HOLDFAST_DISABLE": "1"} if plain else {})}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def _facts(self, place: Path, number: int) -> list[dict[str, Any]]:
+        names = ["facts", *(f"facts.{rank}" for rank in range(1, number))]
+        return [json.loads((place / name).read_text()) for name in names]
 
     def told(self, place: Path) -> str:
         """What the lives in this place printed."""

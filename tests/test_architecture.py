@@ -225,7 +225,9 @@ def test_no_file_name_stands_twice() -> None:
 
 def test_names_of_frameworks_stand_in_adapters() -> None:
     """`accelerate` and `ray` are words of every day, and not looked for."""
-    names = re.compile(r"mindspore|aiturbo|deepspeed|megatron|lightning|torchtitan|hugging.?face", re.IGNORECASE)
+    names = re.compile(
+        r"mindspore|aiturbo|deepspeed|megatron|lightning|torchtitan|torch_checkpointing|hugging.?face", re.IGNORECASE
+    )
     found = {label(path) for path in files() if room(path) != "adapters" and names.search(path.read_text())}
     assert found == MAY_NAME_FRAMEWORKS
 

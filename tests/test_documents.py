@@ -157,7 +157,14 @@ def test_the_page_of_commands_has_every_command_and_every_flag_of_ours() -> None
 def test_every_benchmark_takes_the_same_flags_and_keeps_its_figures() -> None:
     """`--quick` and `--json` come with `measure.options`; each figure says what it is, in which unit, and its goal."""
     benchmarks = ROOT / "benchmarks"
-    parts = {"__init__", "measure", "pace", "recover_train", "rivals_worker"}  # what the programs are made of
+    parts = {
+        "__init__",
+        "load_together",
+        "measure",
+        "pace",
+        "recover_train",
+        "rivals_worker",
+    }  # what the programs are made of
     for program in {path.stem for path in benchmarks.glob("*.py")} - parts - {"gpu"}:  # which is for a card
         assert re.search(rf'\b(parse_)?options\("{program}"', (benchmarks / f"{program}.py").read_text()), program
         machine, *figures = map(json.loads, (benchmarks / "results" / f"{program}.jsonl").read_text().splitlines())

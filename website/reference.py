@@ -23,6 +23,7 @@ DOORS = (
     "holdfast.adapters.dcp",
     "holdfast.adapters.deepspeed",
     "holdfast.adapters.megatron",
+    "holdfast.adapters.torch_checkpointing",
     "holdfast.adapters.torchtitan",
     "holdfast.adapters.ray",
 )

@@ -57,7 +57,8 @@ def _cells(result: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _kind(row: str) -> int:
-    return next((number for number, kind in enumerate(("torch-", "python-")) if row.startswith(kind)), 2)
+    kinds = (r"torch-\d", r"python-\d")  # and then frameworks, among them torch_checkpointing
+    return next((number for number, kind in enumerate(kinds) if re.match(kind, row)), len(kinds))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ def rows(root: Path) -> dict[str, Row]:
     every = [Row(f"torch-{version.rpartition('.')[0]}", (f"torch=={version}",)) for version in TORCH]
     every += [Row(f"python-{version}", ("torch",), python=version) for version in PYTHON]
     extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    tests = dict(re.findall(r"^TESTS_(\w+) := (.+)$", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    tests = dict(re.findall(r"^TESTS_([\w-]+) := (.+)$", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for door in sorted(extras.keys() - _EXTRAS_OF_TOOLS):
         every += _of_door(door, extras[door], tests.get(door, f"tests/adapters/test_{door}.py").split())
     return {row.name: row for row in every}

@@ -1,6 +1,6 @@
 """A Trainer that is killed once at a named moment, and what it ended with. Not a test itself.
 
-hf_story.py ROOT FACTS --plan PLAN [--kill MOMENT:STEP] [--of RANK] [--term] [--ranks N] [--resume last] [--every CADENCE]
+hf_story.py ROOT FACTS --plan PLAN [--kill MOMENT:STEP] [--of RANK] [--term] [--ranks N] [--resume last] [--every CADENCE] [--more]
 
 MOMENT: begin (before a step), part (between two batches of one step), step (behind the optimizer's step), log (behind a log entry),
 eval (in the evaluation behind a step), evaluated (behind it), saving (in the trainer's own save, half of its files are there),
@@ -32,6 +32,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -69,6 +70,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "plateau": {**each(2, "eval", "logging"), "save_strategy": "no", "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0}, "metric_for_best_model": "loss"},
     "compiled": {**each(3, "eval", "logging"), "save_strategy": "no", "torch_compile": True, "torch_compile_backend": "eager"},
     "job": {**each(2, "eval", "save"), **each(1, "logging"), **BEST, "gradient_accumulation_steps": 2, "num_train_epochs": 4, "lr_scheduler_type": "cosine", "warmup_steps": 2, "dataloader_num_workers": 1, "save_total_limit": 2},
+    "draws": {**each(1, "save"), **each(2, "logging")},
     "plain": {**each(5, "logging"), "save_strategy": "no", "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 3, "label_smoothing_factor": 0.1},
 }  # fmt: skip
 MADE_BY_TIME = ("runtime", "per_second")
@@ -78,6 +80,12 @@ def rows(start: int) -> list[dict[str, torch.Tensor]]:
     text = "".join(topics.topics[name] for name in sorted(topics.topics)).encode()
     cut = [torch.tensor(list(text[(start + i) * LENGTH : (start + i + 1) * LENGTH])) for i in range(ROWS)]
     return [{"input_ids": row, "labels": row} for row in cut]
+
+
+def masked(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A collator that draws random numbers of the process, as one for masked language models does."""
+    made = default_data_collator(batch)
+    return {**made, "input_ids": made["input_ids"].masked_fill(torch.rand(made["input_ids"].shape) < 0.2, 0)}
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -226,6 +234,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--resume", default="")
     parser.add_argument("--every", default="1")
+    parser.add_argument("--more", action="store_true", help="call `train` once more, and then told to begin anew")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0")) if options.ranks > 1 else 0
@@ -247,9 +256,11 @@ def main(words: list[str]) -> None:
     callbacks += [Asks()] if options.plan == "hooks" else []
     data = Stream() if options.plan == "stream" else rows(0)
     two = options.plan == "two"
+    collator = masked if options.plan == "draws" else default_data_collator
     trainer = Story(
-        GPT2LMHeadModel(config), arguments, train_dataset=data, eval_dataset=rows(ROWS), callbacks=callbacks, two=two
-    )
+        GPT2LMHeadModel(config), arguments, data_collator=collator, train_dataset=data, eval_dataset=rows(ROWS),
+        callbacks=callbacks, two=two,
+    )  # fmt: skip
     more = {"other": trainer.other, "second": trainer.second} if two else {}
     trainer = keep(trainer, options.root, every=options.every, **more)
     trainer.add_callback(counts)  # behind holdfast's own
@@ -271,6 +282,12 @@ def main(words: list[str]) -> None:
         "flos": trainer.state.total_flos, "rates": trainer.lr_scheduler.get_last_lr(), "random": torch.rand(1).item().hex(),
         "checkpoints": sorted(path.name for path in output.iterdir()) if output.is_dir() else [], "starts": counts.told,
     }  # fmt: skip
+    if options.more:
+        steps = [counts.count["steps"]]
+        for told in (None, False):
+            trainer.train(resume_from_checkpoint=told)
+            steps.append(counts.count["steps"] - sum(steps))
+        facts["steps of each"] = steps
     (options.facts.with_suffix(f".{rank}") if rank else options.facts).write_text(json.dumps(facts), encoding="utf-8")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

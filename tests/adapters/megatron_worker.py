@@ -33,6 +33,7 @@ class OnCpu(TorchFunctionMode):
 
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
 torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]  # 0.19 asks for it, to wait for events
 
 from kill_once import kill_once  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402

@@ -709,10 +709,10 @@ for epoch in range(3):
     ), "", kills=("2,3",), scale="(1 + teacher[0][0].bias[0].item())"),
     "tensor that grows in the steps": Case(inline(
         pre="class Kept: mean = torch.zeros(4)", body="Kept.mean = Kept.mean * 0.9 + x.mean(0)",
-    ), "mean", kills=("0,4", "2,3"), scale="(1 + Kept.mean.sum().item())"),
+    ), kills=("0,4", "2,3"), scale="(1 + Kept.mean.sum().item())"),
     "tensor that grows between": Case(inline(
         pre="class Kept: mean = torch.zeros(4)", behind="Kept.mean = Kept.mean * 0.9 + x.mean(0)",
-    ), "mean", kills=("2,3",), scale="(1 + Kept.mean.sum().item())"),
+    ), kills=("2,3",), scale="(1 + Kept.mean.sum().item())"),
     "list of tensors that lives from epoch to epoch": Case(inline(
         pre="means = []", behind="means = means + [x.mean(0)]",
     ), "means", kills=("2,3",), scale="(1 + sum(map(torch.sum, means)))"),
@@ -739,7 +739,7 @@ for epoch in range(3):
 """, "batches", kills=("2,3",)),
     "gradients that are never cleared": Case(inline(
         loop=INLINE.replace("{step}", "made(epoch, i)\n        F.cross_entropy(model(x), y).backward()\n        optimizer.step()")
-    ), "gradients live", kills=("2,3",)),
+    ), kills=("2,3",)),
     "set that is gone through": Case("""
 words = {"a", "b", "c", "d", "e", "f", "g"}
 for epoch in range(3):
@@ -750,4 +750,94 @@ for epoch in range(3):
     die(epoch, "eval")
 """),
     "sparse tensor that stays": Case(inline(pre="graph = torch.eye(4).to_sparse()"), kills=("2,3",), scale="torch.sparse.mm(graph, graph).sum()"),
+    "tensors of an attribute that are views": Case(inline(
+        pre="class Kept: mean = torch.zeros(4); part = mean[:2]", body="Kept.mean.mul_(0.9).add_(x.mean(0))",
+    ), "changes in the loop", kills=("2,3",), scale="(1 + Kept.part.sum().item())"),
+    "tensor of an attribute that an object with a state has too": Case(inline(
+        pre="class Mean:\n    def __init__(self): self.mean = torch.zeros(4)\n    def state_dict(self): return {'mean': self.mean}\n"
+        "    def load_state_dict(self, state): self.mean.copy_(state['mean'])\n"
+        "ema = Mean()\nclass Kept: mean = ema.mean",
+        body="ema.mean.mul_(0.9).add_(x.mean(0))",
+    ), "changes in the loop", kills=("2,3",), scale="(1 + Kept.mean.sum().item() + ema.mean.sum().item())"),
+    "array of an attribute": Case(inline(
+        pre="class Kept: mean = np.zeros(4)", body="Kept.mean[:2] += x.mean(0).numpy()[:2]",
+    ), kills=("0,4", "2,3"), scale="(1 + float(Kept.mean.sum()))"),
+    "meters of tensors": Case("""
+class Meter:
+    def __init__(self):
+        self.total, self.count = 0, 0
+    def add(self, value):
+        self.total += value
+        self.count += 1
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+best = 0
+def train(epoch):
+    meter = Meter()
+    for i, (x, y) in enumerate(loader):
+        {step}
+        meter.add(loss.detach())
+        die(epoch, i)
+    return meter.total / meter.count
+def main():
+    global best
+    args = parser.parse_args([])
+    for epoch in range(args.epochs):
+        best = max(best, train(epoch))
+        die(epoch, "eval")
+main()
+""", shown="best", kills=("0,4", "2,3", "2,6")),
+    "parameters changed by hand": Case("""
+rate = 0.1
+del optimizer
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        made(epoch, i)
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-rate)
+        die(epoch, i)
+    rate *= 0.9
+    die(epoch, "eval")
+""", shown="rate", kills=("0,4", "2,3", "2,6")),
+    "layers that train one after the other": Case("""
+class Layer(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.own = torch.optim.Adam(self.parameters(), lr=0.01)
+    def learn(self, a, b, epoch):
+        for i in range(7):
+            made(epoch, i)
+            loss = self(a).square().mean() - self(b).abs().mean()
+            self.own.zero_grad()
+            loss.backward()
+            self.own.step()
+            die(epoch, i)
+        return self(a).detach(), self(b).detach()
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(), Layer(), Layer()])
+    def learn(self, first, second):
+        a, b = first, second
+        for epoch, layer in enumerate(self.layers):
+            a, b = layer.learn(a, b, epoch)
+model = Net()
+model.learn(dataset.tensors[0][:8], dataset.tensors[0][8:16])
+""", kills=("0,4", "2,3")),
+    "file that is written in some epochs": Case(inline(
+        pre="best = math.inf",
+        behind="if loss.item() < best:\n    with open(os.environ['MARK'] + '.best', 'w') as f:\n        f.write(str(epoch))\n    best = loss.item()",
+    ) + "\nwith open(os.environ['MARK'] + '.best') as f:\n    print('best of', f.read())\n", shown="best", kills=("0,4", "2,3")),
+    "name that is never set": Case(inline(
+        pre="recurrent = False\nif recurrent: hidden = torch.zeros(4)", body="if recurrent: hidden = hidden + x.mean(0)",
+    ), kills=("0,4", "2,3")),
+    "object of a library that counts": Case(inline(
+        pre="import textwrap\nwrapper = textwrap.TextWrapper()", body="wrapper.width += 1",
+    ), kills=("0,4", "2,3"), scale="(1 + wrapper.width / 100)"),
+    "object of a library with an iterator": Case(inline(
+        pre="import textwrap\nwrapper = textwrap.TextWrapper()\nwrapper.source = iter(range(99))", body="next(wrapper.source)",
+    ), "wrapper", kills=("2,3",), scale="(1 + next(wrapper.source) / 100)"),
 }  # fmt: skip

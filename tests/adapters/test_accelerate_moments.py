@@ -76,8 +76,14 @@ def test_an_order_that_nobody_can_tell_is_named(lives: Stories) -> None:
     assert "drew the order of the first epoch" in told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "moment"), [("process", "part:6"), ("evaluates", "eval:4"), ("best", "saving:8")])
+@pytest.mark.parametrize(
+    ("plan", "moment"),
+    [
+        ("process", "part:6"),
+        pytest.param("evaluates", "eval:4", marks=pytest.mark.slow),
+        pytest.param("best", "saving:8", marks=pytest.mark.slow),
+    ],
+)
 def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Stories, plan: str, moment: str) -> None:
     facts, told = lives.killed(plan, moment, "--term", "--every", "100")
     assert facts["starts"] == [int(moment.partition(":")[2]) + moment.startswith("part")], told
@@ -100,4 +106,17 @@ def test_a_rank_that_is_killed_under_accelerate_launch_is_started_again_and_ends
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
     for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
         assert facts["starts"][-1] > 0
+        same(facts, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "moment", "step", "of"), [("process", "part:4", 5, 0), ("evaluates", "eval:4", 4, 1)])
+def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is_saved(
+    lives: Stories, plan: str, moment: str, step: int, of: int
+) -> None:
+    """The other may be in a later step by then: they agree on one that none has passed."""
+    killed = lives.ranks_told_to_stop(2, plan, moment, of)
+    (start,) = {facts["starts"][0] for facts in killed}
+    assert step <= start <= step + 3
+    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
         same(facts, undisturbed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from holdfast.tiers.storage.version_store import open_storage
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.rival("deepspeed"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.rival("deepspeed"), pytest.mark.timeout(1300)]
 
 
 WAYS = {
@@ -42,6 +44,30 @@ def door(way: str, *words: str, launcher: str = TORCHRUN) -> Door:
     )
 
 
+COMPILES = """
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+if builder is not None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
+    builder.load()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """DeepSpeed's communication operator, compiled into a directory of these tests before any rank needs it.
+
+    A rank that is cut off while it compiles leaves a lock, for which every later one waits for ever (torch.utils.file_baton). In
+    the user's own cache one such lock holds up every run of this user.
+    """
+    place = str(tmp_path_factory.mktemp("extensions"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", place)
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILES], check=True, capture_output=True, timeout=840)
+        yield
+
+
 @pytest.fixture(scope="module", params=WAYS)
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -49,7 +75,6 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def workshop(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    # The first run compiles DeepSpeed's communication operator.
     with Workshop(tmp_path_factory.mktemp(way), timeout_s=400.0) as made:
         yield made
 

@@ -51,10 +51,14 @@ def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan:
     same(facts, lives.undisturbed(plan))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "moment", "step"),
-    [("steps", "begin:7", 8), ("steps", "eval:6", 6), ("epochs", "step:5", 5), ("accumulate", "part:4", 5)],
+    [
+        ("steps", "begin:7", 8),
+        pytest.param("steps", "eval:6", 6, marks=pytest.mark.slow),
+        pytest.param("epochs", "step:5", 5, marks=pytest.mark.slow),
+        pytest.param("accumulate", "part:4", 5, marks=pytest.mark.slow),
+    ],
 )
 def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Stories, plan: str, moment: str, step: int) -> None:
     """The step that SIGTERM came in is finished, with all that the trainer does for it, and saved, whatever the cadence."""
@@ -82,7 +86,41 @@ def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_sam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+def test_data_that_draws_is_undisturbed_neither_here_nor_after_the_trainers_own_resume(lives: Stories) -> None:
+    """Both skip batches before the random numbers are put back. If one of them comes to end undisturbed, the page has to say so."""
+    undisturbed = lives.undisturbed("draws")
+    facts, told = lives.killed("draws", "begin:7")
+    assert facts["starts"][0] in (6, 7), told
+    own, told = lives.killed("draws", "begin:7", "--resume", "last", plain=True)
+    assert own["starts"] == [7], told
+    for ended in (facts, own):
+        assert ended["parameters"] != undisturbed["parameters"]
+        for name in ("step", "rates", "checkpoints"):
+            assert ended[name] == undisturbed[name]
+        assert [entry.keys() for entry in ended["history"]] == [entry.keys() for entry in undisturbed["history"]]
+
+
+@pytest.mark.slow
+def test_train_called_again_goes_on_with_the_version_and_anew_where_it_is_told_so(lives: Stories) -> None:
+    facts, _ = lives.again("plain", "--more")
+    assert facts["steps of each"] == [13, 0, 13]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "moment", "step", "of"), [("steps", "begin:4", 5, 0), ("job", "eval:4", 4, 1)])
+def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is_saved(
+    lives: Stories, plan: str, moment: str, step: int, of: int
+) -> None:
+    """The other may be in a later step by then: they agree on one that none has passed."""
+    killed = lives.ranks_told_to_stop(2, plan, moment, of)
+    (start,) = {facts["starts"][0] for facts in killed}
+    assert step <= start <= step + 3
+    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
+        same(facts, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [0, 1, -1], ids=["first", "one", "all"])
 @pytest.mark.parametrize(
     ("plan", "moment"),
     [

@@ -52,8 +52,14 @@ def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan:
     same(facts, lives.undisturbed(plan), more=OWN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "moment"), [("limit", "begin:7"), ("limit", "begin:21"), ("stops", "val:6")])
+@pytest.mark.parametrize(
+    ("plan", "moment"),
+    [
+        ("limit", "begin:7"),
+        pytest.param("limit", "begin:21", marks=pytest.mark.slow),
+        pytest.param("stops", "val:6", marks=pytest.mark.slow),
+    ],
+)
 def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Stories, plan: str, moment: str) -> None:
     """SIGTERM comes to Lightning and to us; the step that it came in is finished and saved, whatever the cadence."""
     facts, told = lives.killed(plan, moment, "--term", "--every", "100")
@@ -81,7 +87,20 @@ def test_told_the_last_checkpoint_a_restart_goes_on_with_the_same_or_a_later_ste
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize(("plan", "moment", "step", "of"), [("limit", "begin:7", 8, 0), ("job", "val:8", 8, 1)])
+def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is_saved(
+    lives: Stories, plan: str, moment: str, step: int, of: int
+) -> None:
+    """The other may be in a later step by then: they agree on one that none has passed."""
+    killed = lives.ranks_told_to_stop(2, plan, moment, of)
+    (start,) = {facts["starts"][0] for facts in killed}
+    assert step <= start <= step + 3
+    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
+        same(facts, undisturbed, more=OWN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [0, 1, -1], ids=["first", "one", "all"])
 @pytest.mark.parametrize(
     ("plan", "moment"),
     [

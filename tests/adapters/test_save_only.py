@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.adapters.save_only import SaveOnly
+from holdfast.adapters.save_only import SaveOnly, number_of
 from holdfast.base.config import Config
-from holdfast.base.errors import LevelNotReached
+from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.core.model import Level
 from kit.checkpointers import kill_keeper
 
@@ -68,3 +68,25 @@ def test_sigterm_keeps_its_effect_for_no_step_is_reported_that_would_act_on_it(c
         checkpointer.close()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("name", "number"), [("ckpts/iter_0000010", 10), ("ckpts/step_3/", 3), ("s3://b/run2/12", 12)])
+def test_the_number_of_a_checkpoint_is_at_the_end_of_its_name(name: str, number: int) -> None:
+    assert number_of(name) == number
+
+
+@pytest.mark.parametrize("name", ["ckpts/final", "", "ckpts/iter_10_old"])
+def test_a_name_without_a_number_is_refused_with_the_remedy(name: str) -> None:
+    with pytest.raises(UsageError, match="end the directory's name with it"):
+        number_of(name)
+
+
+def test_the_newest_durable_version_of_a_step_is_found(checkpointer: SaveOnly, handed: Handed) -> None:
+    checkpointer.restore()
+    for number in (0, 4):
+        handed.tree = {"x": torch.full((3,), float(number))}
+        checkpointer.save(number, "durable").wait(Level.DURABLE)
+    found = checkpointer.version_of(4)
+    assert found is not None
+    assert found.step == 4
+    assert checkpointer.version_of(3) is None

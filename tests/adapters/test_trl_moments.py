@@ -43,6 +43,7 @@ def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # two jobs, each with a limit of its own of 250 s
 @pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
 @pytest.mark.parametrize(("plan", "moment"), [("sft", "begin:4"), ("grpo", "begin:3"), ("grpo", "part:5")])
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:

@@ -19,7 +19,7 @@ LIFE = str(Path(__file__).with_name("zero_life.py"))
 SAMPLE = {
     "epochs of a function": "2,3", "inline": "0,6", "class with a trainer": "2,3",
     "numbers in numbers, order drawn between": "2,6", "generator that draws step by step": "2,3",
-    "tensor that grows in the steps": "2,3",
+    "tensors of an attribute that are views": "2,3", "meters of tensors": "2,3", "parameters changed by hand": "2,3",
 }  # fmt: skip
 WITH_A_KEEPER = {"epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3"}
 

@@ -46,7 +46,7 @@ class Pocket:
     def close(self):
         pass
 
-    abandon = close
+    abandon = settle = close
 
     def __exit__(self, *_):
         pass

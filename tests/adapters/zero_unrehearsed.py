@@ -110,15 +110,12 @@ CASES: dict[str, Case] = {
         shown="put(0)",
     ),
     "zero_grad in an expression": Case(
-        "gradients live",
         step="\nloss = model(torch.randn(2, 4)).square().mean() * {scale}\nstep % 4 == 0 and optimizer.zero_grad()\nloss.backward()\noptimizer.step()\n",
     ),
     "zero_grad of a part": Case(
-        "gradients live",
         step="\nloss = model(torch.randn(2, 4)).square().mean() * {scale}\nmodel[1].zero_grad()\nloss.backward()\noptimizer.step()\n",
     ),
     "zero_grad if an expression says so": Case(
-        "gradients live",
         step="\nloss = model(torch.randn(2, 4)).square().mean() * {scale}\noptimizer.zero_grad() if step % 4 == 0 else None\nloss.backward()\noptimizer.step()\n",
     ),
     "round robin of a set": Case(
@@ -147,7 +144,6 @@ CASES: dict[str, Case] = {
         shown="mem",
     ),
     "tensor in an attribute of a module of torch's": Case(
-        "model.0.mem",
         pre="model[0].mem = torch.ones(4)",
         body="model[0].mem = model[0].mem * 0.9",
         scale="model[0].mem.sum()",

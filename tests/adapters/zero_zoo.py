@@ -173,7 +173,7 @@ CASES: dict[str, Case] = {
     "namespace with a tuple": Case(pre="args = argparse.Namespace(p=(1, 2))", body="args.p = (step, 3)", scale="args.p[0]", shown="args"),
     "namespace with an iterator": Case("range_iterator", pre="args = argparse.Namespace(it=iter(range(99)))", scale="next(args.it)"),
     "namespace with a tensor": Case(
-        "args.ema", pre="args = argparse.Namespace(ema=torch.zeros(4))", body="args.ema += model[0].bias.detach()",
+        pre="args = argparse.Namespace(ema=torch.zeros(4))", body="args.ema += model[0].bias.detach()",
         scale="(1 + args.ema.sum().item())",
     ),
     "namespace in a namespace": Case(
@@ -195,14 +195,14 @@ CASES: dict[str, Case] = {
         body="C.add(step)", scale="(1 + len(C.seen))", shown="C.seen",
     ),
     "object of the user's class": Case(
-        "Meter", pre="class Meter:\n    n = 0\nmeter = Meter()", body="meter.n += 1", scale="(1 + meter.n)"
+        pre="class Meter:\n    n = 0\nmeter = Meter()", body="meter.n += 1", scale="(1 + meter.n)"
     ),
     "phase that is an enumeration": Case(
         "args.phase", pre="class P(enum.Enum):\n    A = 1\n    B = 2\nargs = argparse.Namespace(phase=P.A)",
         body="if step == 3: args.phase = P.B", scale="args.phase.value",
     ),
     "rare change that cannot be carried": Case(
-        "args.t", pre="args = argparse.Namespace(t=torch.ones(2))", body="if step == 7: args.t.mul_(2)", scale="args.t.sum()", when=8
+        "args.t", pre="args = argparse.Namespace(t=[torch.ones(2)])", body="if step == 7: args.t[0].mul_(2)", scale="args.t[0].sum()", when=8
     ),
     "rare change of a constant": Case(
         pre="args = argparse.Namespace(scale=1.0)", body="if step == 4: args.scale = 0.5", scale="args.scale", shown="args"
@@ -249,7 +249,7 @@ CASES: dict[str, Case] = {
         "kept_losses", pre="kept_losses = []", body="kept_losses.append(loss.detach())", scale="(1 + len(kept_losses))"
     ),
     "averaged weights in a dict": Case(
-        "ema", pre="ema = {k: v.clone() for k, v in model.state_dict().items()}",
+        pre="ema = {k: v.clone() for k, v in model.state_dict().items()}",
         body="for k, v in model.state_dict().items(): ema[k].mul_(0.9).add_(v, alpha=0.1)", scale="(1 + ema['0.bias'].sum())",
     ),
     "tensor changed in place": Case(pre="total = torch.zeros(4)", body="total.add_(model[0].bias.detach())", scale="(1 + total.sum())", shown="total"),
@@ -446,7 +446,7 @@ CASES: dict[str, Case] = {
             print("END", history, last)
         main()
         """),
-    "loop in a method": Case("Trainer", whole="""
+    "loop in a method": Case(whole="""
         class Trainer:
             n = 0
             def fit(self):
@@ -467,7 +467,6 @@ CASES: dict[str, Case] = {
         step=STEP.replace("model(", "net("), shown="net.calls",
     ),
     "tensor in forward": Case(
-        "memory",
         pre="class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.body, self.memory = model, torch.zeros(4)\n"
         "    def forward(self, x):\n        self.memory = self.memory + x.detach().sum(0)\n        return self.body(x + self.memory)\n"
         "net = Net()",
@@ -487,13 +486,12 @@ CASES: dict[str, Case] = {
         "parameter groups", pre="more = torch.nn.Linear(4, 4)\n",
         body="if step == 3: optimizer.add_param_group({'params': list(more.parameters())})\nmore(torch.ones(4)).sum().backward()",
     ),
-    "gradients that are never cleared": Case("gradients live", step=STEP.replace("optimizer.zero_grad()\n", "")),
+    "gradients that are never cleared": Case(step=STEP.replace("optimizer.zero_grad()\n", "")),
     "gradients that are cleared late": Case(
         step="loss = model(torch.randn(2, 4)).square().mean() * {scale}\nloss.backward()\n"
         "if step % 2:\n    optimizer.step()\n    optimizer.zero_grad()\n", counts="range(14)", when=10,
     ),
     "gradients that are cleared sometimes": Case(
-        "gradients live",
         step="loss = model(torch.randn(2, 4)).square().mean() * {scale}\nif step % 3 == 0:\n    optimizer.zero_grad()\n"
         "loss.backward()\noptimizer.step()\n",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,6 +142,29 @@ def test_the_runtime_directory_of_another_user_is_not_taken_for_ours(
 def test_a_label_that_names_another_directory_is_refused(name: str, label: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Config(**{name: label})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("us", "owner", "group", "mode", "may"),
+    [
+        (1000, 1000, 1000, 0o600, True),
+        (1000, 2000, 1000, 0o600, False),
+        (0, 2000, 0, 0o600, False),  # root can read it; whoever owns it chose what is in it
+        (1000, 0, 1000, 0o440, True),  # as Kubernetes mounts a secret under `fsGroup`
+        (1000, 0, 1000, 0o460, False),
+        (1000, 0, 3000, 0o440, False),
+        (1000, 1000, 1000, 0o440, False),
+        (0, 0, 0, 0o440, False),
+    ],
+)
+def test_a_secret_is_in_a_file_of_ours_or_of_roots(
+    us: int, owner: int, group: int, mode: int, *, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: us)
+    monkeypatch.setattr(os, "getegid", lambda: us)
+    monkeypatch.setattr(os, "getgroups", lambda: [us])
+    found = os.stat_result((stat.S_IFREG | mode, 1, 1, 1, owner, group, 0, 0, 0, 0))
+    assert private.is_secret(found) is may
 
 
 def test_directories_on_the_way_are_private_too(tmp_path: Path) -> None:

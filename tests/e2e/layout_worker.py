@@ -146,7 +146,7 @@ def main() -> None:
     started = time.perf_counter()
     (out / f"{spec['name']}-{rank}.begun").touch()
     try:
-        facts["start"] = start = checkpointer.restore(strict=spec.get("strict"))
+        facts["start"] = start = checkpointer.restore(strict=spec.get("strict"), **spec.get("restore", {}))
     except holdfast.HoldfastError as error:
         facts["error"] = f"{type(error).__name__}: {error}"
         write(out / f"{spec['name']}-{rank}.json", facts)

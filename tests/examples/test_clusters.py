@@ -133,6 +133,28 @@ def test_the_skypilot_task_has_its_fields_and_its_scripts_are_scripts() -> None:
     assert used <= told | set(task["envs"]) | set(task["secrets"]) | {"HOME"} | {"SKYPILOT_NODE_RANK"}
 
 
+def test_secrets_of_recipes_are_read_by_their_user_alone_and_are_in_no_environment() -> None:
+    run = skypilot()["run"]
+    commands = (r'^\(umask 077 && echo "\$JOB_SECRET" > ', r"^unset JOB_SECRET\b", r"^exec holdfast run ")
+    told, forgotten, started = ([found.start() for found in re.finditer(line, run, re.MULTILINE)] for line in commands)
+    assert len(told) == len(forgotten) == len(started) == 1
+    assert told < forgotten < started, "ranks and their children would have it in their environment"
+    assert re.search(r'\(umask 077 && openssl rand -hex 32 >"\$SECRET"\)', (RECIPES / "slurm.sbatch").read_text())
+    (daemon,) = (document for _, document in documents() if document["kind"] == "DaemonSet")
+    pod = daemon["spec"]["template"]["spec"]
+    (mode,) = (v["secret"]["defaultMode"] for v in pod["volumes"] if "secret" in v)
+    user = pod["securityContext"]
+    assert mode == 0o440
+    assert user["fsGroup"] == user["runAsGroup"], "the group of the files, which are root's"
+    assert user["runAsUser"] != 0
+
+
+def test_no_recipe_has_a_runtime_directory_where_others_may_write() -> None:
+    for path in RECIPES.iterdir():
+        told = re.findall(r"(?:HOLDFAST_RUNTIME_DIR|--runtime-dir)[^\w/]*(?:value: )?(\S+)", path.read_text())
+        assert not [place for place in told if re.match(r"/tmp|/var/tmp|/dev/shm|\$\{?TMPDIR", place)], path.name
+
+
 def test_the_script_of_the_ray_job_calls_what_exists() -> None:
     (script,) = (document["data"]["train.py"] for _, document in documents() if document["kind"] == "ConfigMap")
     program = ast.parse(script)

@@ -26,7 +26,7 @@ from holdfast.core.model import Level, Version
 from holdfast.core.recovery.version_choice import Facts, choose_version, fetches
 from holdfast.core.versions.coordinator_board import Announcement, Kind
 from holdfast.core.versions.node_ledger import Reports
-from holdfast.keeper.rpc import messages
+from holdfast.keeper.rpc import messages, server
 from holdfast.keeper.rpc.caller import Caller, dial
 from holdfast.keeper.rpc.client import Located
 from holdfast.keeper.rpc.listener import Network
@@ -38,6 +38,7 @@ from kit.nodes import facts_of, reborn, restored
 from kit.secrets import SECRET
 
 MakeRig = Callable[..., Rig]
+MAX_STRANGERS = frames.MAX_CONNECTIONS
 
 
 @pytest.fixture
@@ -245,7 +246,7 @@ def test_the_keys_command_is_in_no_argument_or_log(make_rig: MakeRig) -> None:
     reached(trainers, version, Level.DURABLE)
     assert list(Path(rig.root).glob("*/*.encrypted2"))
     limits = (process / "limits").read_text()
-    assert re.search(r"Max core file size +0 +0 ", limits), "a core dump would hold the key"
+    assert re.search(r"Max core file size +1 +1 ", limits), "a core dump would hold the key"
 
 
 def test_who_answers_must_be_a_keeper(remote_rig: MakeRig) -> None:
@@ -491,6 +492,23 @@ def test_a_flood_of_strangers_delays_nobody_who_is_proved(remote_rig: MakeRig) -
             for sock in crowd:
                 sock.close()
     assert "turned away" not in rig.keeper(0).log.read_text(), "the oldest of the strangers gives up its place"
+
+
+def test_each_stranger_beyond_the_places_costs_another_one_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come faster than those that were cut off are noticed to be."""
+    monkeypatch.setattr(server.ThreadPool, "lend", lambda *_: None)
+    keeper = server.Server(tmp_path / "s", None)  # type: ignore[arg-type]
+    strangers = [frames.Channel(socket.socket(socket.AF_INET), where="a stranger") for _ in range(MAX_STRANGERS + 9)]
+    for stranger in strangers:
+        assert keeper._accept(lambda taken=stranger: taken)  # type: ignore[misc]
+    assert [stranger.is_cut for stranger in strangers] == [True] * 9 + [False] * MAX_STRANGERS
+    for stranger in strangers:
+        stranger.close()
+    keeper._listener.close()
+    keeper._poll.close()
+    os.close(keeper._wake)
 
 
 def test_two_thousand_late_reports_of_a_dead_incarnation_have_no_effect(remote_rig: MakeRig) -> None:

@@ -225,7 +225,7 @@ def test_a_script_that_differs_by_itself_is_not_proved(bench: Bench) -> None:
 @pytest.mark.parametrize("words", [(), ("-m",)], ids=["script", "module"])
 def test_a_script_that_is_not_kept_is_told_with_the_reason(words: tuple[str, ...], bench: Bench) -> None:
     script = bench.script(
-        PLAIN.replace("    loss =", "    if step == 3:\n        model.seen = torch.ones(1)\n    loss =")
+        PLAIN.replace("    loss =", "    if step == 3:\n        model.seen = [torch.ones(1)]\n    loss =")
     )
     code, facts = bench.prove("--seed", "5", *words, script.removesuffix(".py") if words else script)
     assert (code, facts["outcome"]) == (3, "not kept"), facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import random
 import shutil
 import subprocess
@@ -413,6 +414,20 @@ def test_bad_keys_are_refused_without_telling_them(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words) as caught:
             load_key(setting)
         assert "5ec12e7" not in str(caught.value)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("read", [load_key, read_secret], ids=["key", "secret"])
+def test_a_private_file_of_another_user_is_refused_though_root_can_read_it(
+    tmp_path: Path, read: Callable[[str], object]
+) -> None:
+    path = tmp_path / "key"
+    path.write_text(SECRET.hex())
+    path.chmod(0o600)
+    assert read(str(path)) is not None
+    os.chown(path, 65534, 65534)
+    with pytest.raises(ConfigError):
+        read(str(path))
 
 
 def test_a_key_in_place_of_its_files_name_is_not_repeated() -> None:

@@ -291,8 +291,7 @@ class CheckpointEngine:
         step = str(tag or "").removeprefix("global_step")
         if not step.isdigit():
             return None
-        found = [version for version in self._checkpointer._storage.versions() if version.step == int(step) - 1]
-        return max(found, default=None)
+        return self._checkpointer.version_of(int(step) - 1)
 
     def _all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
         """The model files of a tag: those that are held, else those that stand."""

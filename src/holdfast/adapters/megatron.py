@@ -18,7 +18,6 @@ and 0.19.2 were compared with their source, and are tested with a stand-in.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,15 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from holdfast.adapters.native_tree import live, plain
-from holdfast.adapters.save_only import SaveOnly
+from holdfast.adapters.save_only import SaveOnly, number_of
 from holdfast.base import config as settings
 from holdfast.base.config import Config
-from holdfast.base.errors import UsageError
 from holdfast.checkpoint.job import collectives
-from holdfast.core.model import Version
 
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.16.1",)
 OWN = "holdfast"
-_NUMBER = re.compile(r"(\d+)\Z")
 
 
 def strategies(root: str | Path, *, config: Config | None = None) -> tuple[Any, Any]:
@@ -122,7 +118,7 @@ class Own:
         self._checkpointer.restore()
         self._started = True
         if not collectives.unanimous(self._group, shards.iteration == iteration):
-            version = self._version_of(iteration)
+            version = self._checkpointer.version_of(iteration)
             if version is None:
                 return False
             self._checkpointer.restore(version)
@@ -154,10 +150,6 @@ class Own:
         """
         self._checkpointer.close()
 
-    def _version_of(self, iteration: int) -> Version | None:
-        found = [version for version in self._checkpointer._storage.versions() if version.step == iteration]
-        return max(found, default=None)
-
 
 class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megatron carries no types
     """Into holdfast's memory first, then Megatron's own files by Megatron's own strategy."""
@@ -171,7 +163,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megat
 
         Megatron Core from 0.17 on also says how its own files are written (`async_strategy`): its own strategy is told.
         """
-        self.own.save(dict(_parts(sharded_state_dict)), _iteration(checkpoint_dir))
+        self.own.save(dict(_parts(sharded_state_dict)), number_of(checkpoint_dir))
         return super().async_save(sharded_state_dict, Path(checkpoint_dir), *strategy, **named)
 
     def close(self) -> None:
@@ -189,7 +181,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]  # Megat
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *strategy: Any, **named: Any) -> Any:
         """The state dict with data in place of what is sharded; `async_strategy` (from 0.17 on) is for Megatron's load."""
-        if not self.own.load(dict(_parts(sharded_state_dict)), _iteration(checkpoint_dir)):
+        if not self.own.load(dict(_parts(sharded_state_dict)), number_of(checkpoint_dir)):
             self.loaded_from = "Megatron's own files"
             logger.warning("%s is not held in this layout; it is loaded from %s", checkpoint_dir, self.loaded_from)
             return super().load(sharded_state_dict, Path(checkpoint_dir), *strategy, **named)
@@ -239,14 +231,3 @@ def _groups(rows: list[list[str]]) -> dict[str, tuple[int, ...]]:
         for name in names:
             holders.setdefault(name, []).append(rank)
     return {name: tuple(ranks) for name, ranks in holders.items()}
-
-
-def _iteration(checkpoint_dir: Any) -> int:
-    found = _NUMBER.search(Path(checkpoint_dir).name)
-    if found is None:
-        raise UsageError(
-            "the number of the iteration is not known",
-            where=str(checkpoint_dir),
-            remedy="end the directory's name with it, as in iter_0000010",
-        )
-    return int(found[1])

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
-from holdfast.base.errors import LevelNotReached
+from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.checkpointer.session import Run
 from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
+from holdfast.core.model import Version
+
+_NUMBER = re.compile(r"(\d+)\Z")
+
+
+def number_of(checkpoint: str | os.PathLike[str]) -> int:
+    """Return the number at the end of a checkpoint's name, which becomes the step of its version.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = _NUMBER.search(os.fspath(checkpoint).rstrip("/"))
+    if found is None:
+        raise UsageError(
+            "the number of the checkpoint is not known",
+            where=os.fspath(checkpoint),
+            remedy="end the directory's name with it, as in iter_0000010",
+        )
+    return int(found[1])
 
 
 class SaveOnly(Checkpointer):
@@ -20,6 +40,10 @@ class SaveOnly(Checkpointer):
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
         super().__init__(path, **options)
         self._signal = _Unheard()
+
+    def version_of(self, step: int) -> Version | None:
+        """Return the newest durable version of a step; None if there is none."""
+        return max((version for version in self._storage.versions() if version.step == step), default=None)
 
     def _finish(self, run: Run) -> None:
         last, run.optimizer_steps = run.last, -1  # it never counts as the state that was saved

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.adapters.zero.held_arrays import brought
 from holdfast.adapters.zero.reach import ANOTHER, Look, has_set
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers.format import values as value_codec
@@ -137,9 +138,9 @@ class Changes:
         for path, owner, key, value in rows:
             leaf = self.before.leaves.get(path)
             if leaf is not None:
-                leaf.put(value)
+                leaf.put(brought(value))
             else:
-                self.before.owners[owner].put(key, value)
+                self.before.owners[owner].put(key, brought(value))
         for path, owner, key in gone:
             if path in self.before.leaves:
                 self.before.owners[owner].drop(key)

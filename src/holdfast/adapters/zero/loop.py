@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from holdfast.adapters.zero import living_gradients
 from holdfast.adapters.zero.changes import Changed, Changes
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, has_set, is_plain
@@ -27,7 +28,6 @@ from holdfast.adapters.zero.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
-from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.training_state import State
@@ -130,13 +130,10 @@ class KeptLoop:
         if changes is not None and changes.before.unknown and isinstance(found, Kept):
             reason = why_not(found.objects) if len(steps) >= MIN_STEPS else "the loop is short"
             found = unknown(changes, reason) if reason else found
-        told = collectives.gather_json(group, found if isinstance(found, str) else "")
-        reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
-        if isinstance(found, str) or changes is None or reasons:
-            self._events.emit("script_refused", reason=reasons[0])
-            if group.rank == 0:
-                say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+        if is_refused(group, found if isinstance(found, str) else "", self._events):
             return None
+        assert isinstance(found, Kept)
+        assert changes is not None
         carried = _Carried(self._loop, steps, names, changes, group)
         carried.events = self._events
         carried.stepped = _stepped(found)
@@ -207,18 +204,35 @@ class KeptLoop:
             if carried.value is not None:
                 check.end()  # the run that saved made it
         except MismatchError:
-            told = [reason for reason in collectives.gather_json(group, carried.refused) if reason]
-            if not told:
+            if not is_foreign(group, carried.refused, self._root, self._events):
                 raise
             checkpointer.abandon()
-            self._events.emit("script_refused", reason=told[0])
-            if group.rank == 0:
-                say(
-                    f"this script is not kept, {told[0]}; it runs as it is written, and nothing of it is saved. To begin "
-                    f"anew with it, give another --checkpoint-dir, or remove {self._root}"
-                )
             return False
         return True
+
+
+def is_refused(group: collectives.Ranks, reason: str, events: Events) -> bool:
+    """Tell whether any rank has a reason not to keep the script; says the first one."""
+    told = collectives.gather_json(group, reason)
+    reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
+    if reasons:
+        events.emit("script_refused", reason=reasons[0])
+        if group.rank == 0:
+            say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+    return bool(reasons)
+
+
+def is_foreign(group: collectives.Ranks, reason: str, root: str, events: Events) -> bool:
+    """Tell whether any rank has a reason not to take a version that was found; says the first one."""
+    reasons = [each for each in collectives.gather_json(group, reason) if each]
+    if reasons:
+        events.emit("script_refused", reason=reasons[0])
+        if group.rank == 0:
+            say(
+                f"this script is not kept, {reasons[0]}; it runs as it is written, and nothing of it is saved. To begin "
+                f"anew with it, give another --checkpoint-dir, or remove {root}"
+            )
+    return bool(reasons)
 
 
 def close(checkpointer: Checkpointer) -> None:
@@ -400,8 +414,11 @@ class _Carried(Doubts):
                 after[name] = value
         changed = self._changes.now()
         carried = {name: names[name] for name in self._loop.carried if name in names and is_plain(names[name])}
-        self.doubt(changed.reason or self._why_unsure(carried, names))
-        self._noted = self._state(self._steps[number], carried, after, changed)
+        live = not self.clears and living_gradients.there_are(self.stepped)
+        gradients = living_gradients.packed(self.stepped) if live else {}
+        why = "gradients live from one step to the next" if gradients is None else ""
+        self.doubt(changed.reason or self._why_unsure(carried, names) or why)
+        self._noted = self._state(self._steps[number], carried, after, changed) | {"gradients": gradients or {}}
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -423,6 +440,7 @@ class _Carried(Doubts):
         self._noted = state
         self.value = state["value"]
         self._changes.put(state["rows"], state["gone"])
+        living_gradients.put(self.stepped, state.get("gradients", {}))
         self.restored = {**state["carried"], **{name: unpacked(value) for name, value in state["after"].items()}}
 
     def _state(self, value: int | None, carried: Any, after: Any, changed: Changed) -> dict[str, Any]:
@@ -449,10 +467,6 @@ class _Carried(Doubts):
                 return (
                     f"{name!r}, a set or with one in it, is carried from one step to the next, and its order cannot be"
                 )
-        if not self.clears:
-            for parameter in self.stepped:
-                if parameter.grad is not None and bool(local_of(parameter.grad).count_nonzero()):
-                    return "gradients live from one step to the next"
         return ""
 
     def _why_not(self, state: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.adapters.zero.reach import STANDING, is_plain, is_sparse
+from holdfast.adapters.zero.reach import STANDING, is_attributes, is_plain, is_sparse
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.stateful import Stateful
 
@@ -78,7 +78,7 @@ def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, An
             kept.objects[f"main_{name}"] = {"tensor": value}
         elif isinstance(value, Stateful) and not isinstance(value, type):
             kept.objects[f"main_{name}"] = value
-        elif not never_changes(value) and not is_plain(value):
+        elif not never_changes(value) and not is_plain(value) and not is_attributes(value):
             return f"nobody can be sure what {name!r}, a {_kind(value)}, keeps from one step to the next"
     return _with_model(kept, modules, optimizers, scope)
 
@@ -140,7 +140,7 @@ def never_changes(value: Any) -> bool:
     """Tell whether this keeps nothing from one step to the next, or what `reach.py` sees."""
     if isinstance(value, tuple | frozenset):
         return all(never_changes(part) for part in value)
-    if inspect.isgenerator(value) or hasattr(value, "__next__"):
+    if inspect.isgenerator(value) or (hasattr(value, "__next__") and not isinstance(value, type)):
         return False
     if isinstance(value, Dataset):
         return hasattr(value, "__getitem__")

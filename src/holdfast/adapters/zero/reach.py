@@ -29,9 +29,11 @@ import functools
 import io
 import itertools
 import logging
+import multiprocessing.process
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -51,6 +53,7 @@ from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from holdfast.adapters.zero import held_arrays
 from holdfast.base.errors import HoldfastError
 from holdfast.base.installed import is_installed
 from holdfast.checkpoint.entries.rng import random_state
@@ -69,7 +72,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 # Never changed in place, and not storable: another one in its place is seen by what it is called.
 _NAMED = (
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, range, slice, pathlib.PurePath, enum.Enum,
-    types.BuiltinFunctionType, types.BuiltinMethodType, types.MethodWrapperType,
+    types.BuiltinFunctionType, types.BuiltinMethodType, types.MethodWrapperType, type(vars(collections.namedtuple("_", "a"))["a"]),
 )  # fmt: skip
 # Objects of libraries that keep nothing from one step to the next.
 STANDING = (
@@ -231,6 +234,7 @@ class Reach:
         for path, scope in inner:
             self._visit(walk, path, scope)
         walk.settings()
+        walk.lone([*self._kept, *carried.values()])
         if self._pops or walk.pops:
             kind = "set in a script that pops, by an order that cannot be read,"
             walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
@@ -305,6 +309,8 @@ class _Walk:
         self._paths: dict[int, str] = {}
         self._holders: dict[int, tuple[str, str]] = {}  # mutable part of a plain value -> its path, and the value's
         self._alive: list[Any] = []
+        self._held: dict[str, Any] = {}  # path -> a tensor or an array that can be carried
+        self._spans: list[held_arrays.Span] = []  # memory of all others
         self.sets: list[str] = []
         self.pops = False  # whether a function of the user's pops something
         self._users_kinds: dict[type, bool] = {}
@@ -336,6 +342,7 @@ class _Walk:
             return
         if id(value) in self._seen:
             if self._paths.get(id(value), path) != path:
+                self._let_go(self._paths[id(value)])
                 self.found.fixed[path] = f"{ANOTHER} {self._paths[id(value)]}"
             return
         self._seen[id(value)] = value
@@ -472,11 +479,7 @@ class _Walk:
         if id(value) in self._kept:
             return
         if isinstance(value, torch.Tensor):
-            self.found.fixed[path] = _of_tensor(value)
-            local = local_of(value)
-            memory = parts_of_sparse(local) if is_sparse(local) else (local,)
-            if asks and local.device.type == "cpu" and max(part.nbytes for part in memory) > MAX_BYTES:
-                self.found.unsure.append((path, "tensor that is too large to be looked at whole,"))
+            self._tensor(path, value, asks, hold)
         elif isinstance(value, _CONTAINERS):
             self._container(path, value, asks, hold)
         elif isinstance(value, tuple | frozenset):
@@ -569,10 +572,12 @@ class _Walk:
     def _of_library(self, path: str, value: Any, asks: int) -> None:
         """Looks at an object of an unknown class of a library, if there is nothing in it but attributes."""
         kind = type(value)
-        if asks == ALL:
+        if asks and is_attributes(value):
+            self._instance(path, value, NO_PLACE)
+            if asks == ALL and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
+                self.found.unknown.append((path, kind.__qualname__))
+        elif asks == ALL:
             self.found.unsure.append((path, kind.__qualname__))
-        elif asks and _is_of_python(kind):
-            self._instance(path, value, asks)
         elif asks and not isinstance(value, _STILL) and kind.__qualname__ not in ("ufunc", "_lru_cache_wrapper"):
             self.found.unknown.append((path, kind.__qualname__))
 
@@ -622,12 +627,51 @@ class _Walk:
             self.found.fixed[f"the length of {path}"] = len(value)
             self._each(path, enumerate(_some(value)), asks=asks)
 
+    def _tensor(self, path: str, value: torch.Tensor, asks: int, hold: tuple[str, str | int]) -> None:
+        if self._holds(path, value, hold):
+            return
+        self.found.fixed[path] = _of_tensor(value)
+        local = local_of(value)
+        memory = parts_of_sparse(local) if is_sparse(local) else (local,)
+        if asks and local.device.type == "cpu" and max(part.nbytes for part in memory) > MAX_BYTES:
+            self.found.unsure.append((path, "tensor that is too large to be looked at whole,"))
+
     def _array(self, path: str, value: Any, hold: tuple[str, str | int]) -> None:
         if value.shape == () and is_plain(value) and hold[0] in self.found.owners:
             put = functools.partial(self.found.owners[hold[0]].put, hold[1])
             self.found.leaves[path] = Leaf(_token(value), *hold, functools.partial(_itself, value), put)
-        else:
+        elif not self._holds(path, value, hold):
             self.found.fixed[path] = _of_array(value)
+
+    def _holds(self, path: str, value: Any, hold: tuple[str, str | int]) -> bool:
+        """Tell whether a tensor or an array is one that can be carried; notes its memory in either case."""
+        if hold[0] not in self.found.owners or not held_arrays.is_held(value):
+            self._spans.append(held_arrays.span(value))
+            return False
+        token = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
+        put = functools.partial(self.found.owners[hold[0]].put, hold[1])
+        self.found.leaves[path] = Leaf(token, *hold, functools.partial(held_arrays.stored, value), put)
+        self._held[path] = value
+        return True
+
+    def _let_go(self, path: str) -> None:
+        """Takes a held value for one that must stay as it is: something else has a part of it."""
+        value = self._held.pop(path, None)
+        if value is not None:
+            del self.found.leaves[path]
+            self.found.fixed[path] = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
+            self._spans.append(held_arrays.span(value))
+
+    def lone(self, others: Iterable[Any]) -> None:
+        """Leaves as plain values only those tensors and arrays whose memory nothing else has, of these and of what was seen."""
+        if not self._held:
+            return
+        spans = [span for thing in others for span in _memory_of(thing)]
+        spans += [span for part in self._seen.values() if isinstance(part, nn.Parameter) for span in _memory_of(part)]
+        spans += [(place, place + 1) for told in self._told.values() for place in told.memory if place]
+        held = {path: held_arrays.span(value) for path, value in self._held.items()}
+        for path in held_arrays.overlapping(held, [*self._spans, *spans]):
+            self._let_go(path)
 
     def _function(self, path: str, value: types.FunctionType, asks: int) -> None:
         self.found.fixed[path] = f"{value.__module__}.{value.__qualname__}"
@@ -698,6 +742,7 @@ class _Walk:
             for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
                 if hooks:
                     self._each(f"hooks of {path}.{name}", enumerate(hooks.values()), asks=ALL)
+            self._spans.append(held_arrays.span(local_of(tensor)))
             if id(tensor) not in self._seen and not kept:
                 self.found.fixed[f"{path}.{name}"] = _of_tensor(tensor)
             self._seen[id(tensor)] = tensor
@@ -739,6 +784,35 @@ class _Walk:
 def is_progress_bar(value: Any) -> bool:
     """Tell whether this only shows how far a loop is."""
     return any(part.__module__.partition(".")[0] == "tqdm" for part in type(value).__mro__)
+
+
+def is_attributes(value: Any) -> bool:
+    """Tell whether an object of a library is nothing but its attributes: it is looked into, and goes on by nobody else."""
+    alone = not hasattr(value, "__next__") and not isinstance(
+        value, threading.Thread | io.IOBase | multiprocessing.process.BaseProcess | subprocess.Popen
+    )
+    return alone and not isinstance(value, type) and _is_of_python(type(value))
+
+
+def _memory_of(thing: Any, depth: int = 0) -> Iterable[held_arrays.Span]:
+    """Yields where the tensors and arrays of a kept object, or of what is carried, lie, and the gradients of parameters."""
+    if isinstance(thing, torch.Tensor):
+        yield held_arrays.span(local_of(thing))
+        if thing.is_leaf and thing.grad is not None:
+            yield held_arrays.span(local_of(thing.grad))
+    elif type(thing).__module__ == "numpy" and hasattr(thing, "__array_interface__"):
+        yield held_arrays.span(thing)
+    elif depth > MAX_DEPTH:
+        return
+    elif isinstance(thing, nn.Module):
+        yield from (span for part in thing.parameters() for span in _memory_of(part, depth + 1))
+    elif isinstance(thing, Optimizer):
+        yield from _memory_of([*thing.state.values(), *thing.param_groups], depth + 1)
+    elif isinstance(thing, dict | list | tuple | collections.deque):
+        parts = thing.values() if isinstance(thing, dict) else thing
+        yield from (span for part in parts if not isinstance(part, _ATOMS) for span in _memory_of(part, depth + 1))
+    elif depth == 0 and hasattr(thing, "__dict__"):  # what it hands out is not looked at
+        yield from _memory_of(list(vars(thing).values()), depth + 1)
 
 
 def _is_of_python(kind: type) -> bool:

@@ -58,7 +58,7 @@ from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions import step_numbers
-from holdfast.keeper.rpc.paths import absolute_root
+from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
@@ -216,7 +216,7 @@ class Checkpointer:
         link = run.link if run else self._new_link(group)
         job, saver, restorer, report = self._come_back(run, state, link, asked)
         link.resumed = Origin(job.incarnation, restorer.recorded, restorer.table)
-        saver.expect_slots(SLOTS_S, at_saves="storage" in report.bytes)
+        saver.expect_slots(SLOTS_S, at_saves=not report.bytes.keys().isdisjoint({"storage", "cache"}))
         saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or schedule_discovery.bubbles_of(state.modules, self.events)
         schedule = schedule_of(
@@ -544,7 +544,15 @@ class Checkpointer:
             self._laid_out(job, collectives.together(group, state.trained))
             holder = holder_of(saver, link, job, self._storage)
             timeout_s = self._config.close_timeout_s
-            restorer = Restorer(job, holder, state=state, storage=self._storage, asked=asked, timeout_s=timeout_s)
+            restorer = Restorer(
+                job,
+                holder,
+                state=state,
+                storage=self._storage,
+                asked=asked,
+                timeout_s=timeout_s,
+                node_directory=place_of(self._root, self._config).directory,
+            )
             if older and job.wish.version is None:
                 restorer.decisions.pass_over_newest()
             return job, saver, restorer, restorer.run(live=live)

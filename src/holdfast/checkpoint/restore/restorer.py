@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, UsageError, VersionNotFound
@@ -40,11 +41,12 @@ from holdfast.checkpoint.survivors.peer_restore import LiveFill
 from holdfast.checkpoint.survivors.survivor_state import remains
 from holdfast.core.layout import reshard
 from holdfast.core.model import BundleRef, Extent, Version
-from holdfast.core.recovery import version_choice
+from holdfast.core.recovery import shared_reading, version_choice
 from holdfast.core.recovery.version_choice import Choice, Fetch
 from holdfast.keeper.rpc.client import Located
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format import values as value_codec
+from holdfast.tiers.storage.shared_reads import SharedReads
 from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = {
     "slot": "its own slot", "node": "its node's memory", "peer": "another node's memory", "storage": "storage",
+    "cache": "what another rank of its node had read from storage",
     "preloaded": "its keeper, which fetched it while the trainers started", "live": "what it still held", "twin": "a twin's live state", "note": "its own note",
 }  # fmt: skip
 
@@ -64,7 +67,8 @@ class RestoreReport:
         version: what was loaded; None after a fresh start.
         reason: why this version, and why not the newer ones.
         bytes: bytes of images by source: `slot` (own), `node`, `preloaded` (fetched by this node's keeper while the trainers
-            started), `peer`, `storage`; after a failure of others also `live` (what this process still held), `twin`
+            started), `peer`, `storage`, `cache` (the machine's page cache, into which another rank of the node had read
+            it from storage); after a failure of others also `live` (what this process still held), `twin`
             (a twin's live state), `note` (what this rank left behind itself).
         bundles: number of bundles by source.
         seconds: by source, until the bundles were present on this node; `fill`: verifying and copying them; `total`.
@@ -139,6 +143,7 @@ class Restorer:
     Args:
         asked: what of; where it is not strict, what fits is loaded and the rest is reported.
         timeout_s: how long fetching the bundles may take, and how long storage is waited for that cannot be read.
+        node_directory: of the ranks of this node and their keeper; None: what several of them want is not read together.
 
     Attributes:
         recorded: the saved version that this incarnation descends from.
@@ -155,6 +160,7 @@ class Restorer:
         storage: Storage,
         asked: RestoreRequest,
         timeout_s: float,
+        node_directory: Path | None = None,
     ) -> None:
         self._job = job
         self._client = client
@@ -164,6 +170,10 @@ class Restorer:
         self._fetcher = Fetcher(client, timeout_s=timeout_s)
         self._straight = Fetcher(StorageSource(storage), timeout_s=timeout_s)
         self.decisions = Decisions(job, client, storage, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
+        self._node_directory = node_directory
+        self._shared: SharedReads | None = None
+        self._num_attempts = 0
         self._read_bytes = 0
         self.recorded: Version | None = None
         self.table: tuple[BundleRef, ...] = ()
@@ -255,6 +265,7 @@ class Restorer:
     def _attempt(self, found: Verdict, choice: Choice) -> RestoreReport | None:
         """The report, or None if some rank found a bad copy."""
         self._read_bytes = 0
+        self._num_attempts += 1
         try:
             if collectives.unanimous(self._job.group, self._is_layout(choice)):
                 fitting = collectives.together(self._job.group, lambda: self._fitting(choice))
@@ -273,6 +284,9 @@ class Restorer:
             record = collectives.together(self._job.group, lambda: self._state.apply(loaded.values, loaded.tensors))
             return self._report(choice, found.reason, loaded, record)
         finally:
+            if self._shared is not None:
+                self._shared.close()
+                self._shared = None
             if self._client.alive:
                 self._client.release()
 
@@ -344,11 +358,14 @@ class Restorer:
         logger.info("loading %s: %s", choice.version, version_choice.explain(planned, sizes))
         loaded = Loaded()
         straight = [fetch for fetch in fetches if fetch.is_straight]
-        others = [fetch for fetch in fetches if not fetch.is_straight]
+        together = self._read_together(choice, fetches)
+        read_here = {fetch.ref.bundle_id for fetch in (*straight, *together)}
+        others = [fetch for fetch in fetches if fetch.ref.bundle_id not in read_here]
         loaded.located = self._fetcher.obtain(choice.version, others, loaded.faults)
-        read = self._straight.obtain(choice.version, straight, loaded.faults)
-        loaded.located += read
-        self._read_bytes = sum(located.seal.length for located in read)
+        loaded.located += self._straight.obtain(choice.version, straight, loaded.faults)
+        if self._shared is not None:
+            between_us = Fetcher(StorageSource(self._storage, self._shared), timeout_s=self._timeout_s)
+            loaded.located += between_us.obtain(choice.version, together, loaded.faults)
         loaded.ways = _ways(fetches, loaded.located, nodes_of)
         sources = list(_readable(fetches, loaded.located, loaded.faults))
         fitting = _Fitting(loaded, sources, {fetch.ref.bundle_id: fetch.node for fetch in fetches})
@@ -365,8 +382,30 @@ class Restorer:
                 raise
         return fitting
 
+    def _read_together(self, choice: Choice, fetches: Sequence[Fetch]) -> list[Fetch]:
+        """Return what this rank reads from storage with others of its node; then there is a way to take turns."""
+        rank, node_of = self._job.group.rank, self._job.topology.node_of
+        found = [fetch for fetch in fetches if shared_reading.is_read_together(fetch, node_of) and fetch.file]
+        if not found or self._node_directory is None:
+            return []
+        if not self._storage.has_page_cache(choice.version, found[0].file):
+            return []
+        sizes = shared_reading.chunks_of_all(choice.seals, image_format.CHUNK_BYTES)
+        plan = shared_reading.plan_reading(rank, node_of, sizes)
+        name = f"reading-{choice.version}-{self._job.incarnation}-{self._num_attempts}"
+        try:
+            self._shared = SharedReads(self._node_directory / name, plan, timeout_s=self._timeout_s)
+        except OSError as error:
+            logger.info(
+                "the ranks of this node cannot take turns at storage, so their keeper reads for them: %s", error
+            )
+            return []
+        return found
+
     def _fill(self, choice: Choice, fitting: _Fitting) -> None:
         assert fitting.loading is not None
+        if self._shared is not None:
+            self._shared.remove()  # every rank has it open, or never will
         loaded = fitting.loaded
         loaded.tensors = self._state.create(fitting.loading)
         num_bytes = sum(located.seal.length for located in loaded.located)
@@ -376,6 +415,7 @@ class Restorer:
         )
         bad = fill.fill(fitting.sources, loaded.tensors, meter.add)
         loaded.fill_seconds = time.perf_counter() - started
+        self._read_bytes = sum(item.unread.stored_bytes for item in loaded.located if item.unread is not None)
         loaded.faults += [fault_of(name, fitting.nodes[name], why) for name, why in bad.items()]
 
     def _say(self, version: Version, how_far: str) -> None:
@@ -408,7 +448,11 @@ class Restorer:
         seconds: dict[str, float] = {"fill": loaded.fill_seconds}
         for item in loaded.located:
             name = item.source.name.lower()
-            num_bytes[name] += len(item.view)
+            cached = item.unread.cached_bytes if item.unread is not None else 0
+            if cached:
+                num_bytes["cache"] += cached
+            if cached < len(item.view):
+                num_bytes[name] += len(item.view) - cached
             bundles[name] += 1
             sizes[item.ref.bundle_id] += len(item.view)
             seconds[name] = max(seconds.get(name, 0.0), item.seconds)

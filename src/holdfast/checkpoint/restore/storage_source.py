@@ -1,9 +1,10 @@
-"""Storage, read by a rank itself: where it has no keeper, and whatever no other rank wants.
+"""Storage, read by a rank itself: where it has no keeper, and whatever no rank of another node wants.
 
 Stands in for the keeper's client where there is none. Of a whole bundle the header and the values are read; the rest goes
 from storage straight into tensors (`tiers.storage.unread_chunks`). So no page of a slot is made for it, and a state larger
 than the memory that is left can be restored. Without a keeper chunks of a bundle are read into a file without a name and
-mapped, and nothing is handed on between ranks: twins each read what they need. Which files there are was told with the
+mapped, and nothing is handed on between ranks: twins each read what they need. With a keeper the ranks of its node
+read what they all want between them (`tiers.storage.shared_reads`). Which files there are was told with the
 choice. Called by `checkpoint.restore.restorer` and `checkpoint.restore.fetcher`.
 """
 
@@ -20,17 +21,24 @@ from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.rpc.client import Inventory, Located
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.shared_reads import SharedReads
 from holdfast.tiers.storage.unread_chunks import open_bundle
 from holdfast.tiers.storage.version_store import Storage
 
 
 class StorageSource:
-    """Reads bundles of storage; the only source of a rank that has no keeper."""
+    """Reads bundles of storage; the only source of a rank that has no keeper.
+
+    Args:
+        storage: where they are.
+        shared: other ranks of this node that read the same whole bundles; None: there are none.
+    """
 
     alive = True
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, shared: SharedReads | None = None) -> None:
         self._storage = storage
+        self._shared = shared
 
     def answers(self, timeout_s: float) -> bool:  # noqa: ARG002
         """Nobody has to."""
@@ -55,7 +63,7 @@ class StorageSource:
             for run in fetch.chunks or (None,):
                 started, unread = time.perf_counter(), None
                 if run is None:
-                    view, unread = open_bundle(self._storage, version, file)
+                    view, unread = open_bundle(self._storage, version, file, self._shared)
                 else:
                     view = self._read(version, file, run)
                 seconds = time.perf_counter() - started

@@ -152,7 +152,8 @@ def fill_with(
                     if left is None or chunk.index in left.here:
                         work.todo.put(chunk)
                 if left is not None:
-                    unread.append((left, [chunk for chunk in planned if chunk.index not in left.here]))
+                    found = {chunk.index: chunk for chunk in planned if chunk.index not in left.here}
+                    unread.append((left, [found[index] for index in left.order(list(found))]))
         finally:
             for _ in range(num_threads):
                 work.todo.put(None)

@@ -310,7 +310,9 @@ class Server:
         connection = Connection(channel, next(self._numbers), self._thread_pool)
         with self._lock:
             known = self._connections.values()
-            waiting = [c for c in known if c.hello is None and c.is_remote == connection.is_remote]
+            waiting = [
+                c for c in known if c.hello is None and c.is_remote == connection.is_remote and not c.channel.is_cut
+            ]
             crowded = len(waiting) >= frames.MAX_CONNECTIONS
             full = len(self._connections) >= MAX_CONNECTIONS or (crowded and not connection.is_remote)
             if not full:

@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     label_process("hf-keeper")
     _give_way()
     if options.secret_fd >= 0 or options.key_fd >= 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold what they name
+        # A core dump would hold what they name. Linux pipes one to a handler at a limit of 0 too, and to none at 1 (fs/coredump.c).
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     try:
         lock = become_keeper(place)
     except (HoldfastError, OSError) as error:

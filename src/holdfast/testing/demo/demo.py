@@ -42,6 +42,7 @@ SOURCE_NAMES = {
     "node": "a rank beside it",
     "preloaded": "its keeper's memory",
     "storage": "storage",
+    "cache": "storage, read by a rank beside it",
     "live": "what it still held",
     "twin": "a living twin",
     "note": "its own note",
@@ -81,7 +82,7 @@ OWN_MEMORY = Promise(
 OTHER_NODE = Promise(
     frozenset({"peer", "twin"}), LIVE | {"slot", "node", "peer"}, "the memory of the other node, no read from storage"
 )
-STORAGE = Promise(frozenset({"storage"}), frozenset({"storage", "node", "peer"}), "storage")
+STORAGE = Promise(frozenset({"storage", "cache"}), frozenset({"storage", "cache", "node", "peer"}), "storage")
 
 # What the timeline of the demo must show at least.
 SHOWN = frozenset({"step", "save", "copy", "seal", "replicate", "persist", "fault", "recovery"})

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from holdfast.base.errors import UsageError
 from holdfast.core.model import NAME_PATTERN
@@ -128,6 +128,25 @@ class Backend(Protocol):
 
     def delete(self, *names: str) -> None:
         """Removes files in this order, durably. `x/` removes a directory that is empty. What is not there is fine."""
+
+
+@runtime_checkable
+class PageCached(Protocol):
+    """A backend whose files may lie in the page cache of this machine, and which can read them from there alone."""
+
+    def has_page_cache(self, name: str) -> bool:
+        """Return whether the file system of this file can tell what is cached. Raises nothing."""
+
+    def read_cached(self, name: str, view: memoryview, *, offset: int) -> int:
+        """Fills `view` as `Backend.read_into` does, without asking the device or the server for anything.
+
+        Raises:
+            NotCachedError: not all of it is in the page cache.
+        """
+
+
+class NotCachedError(Exception):
+    """The page cache of this machine has not all of what was to be read from it. Nothing is wrong."""
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -21,9 +21,9 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from holdfast.base.errors import Fenced, StorageError, StorageFull, VersionNotFound
+from holdfast.base.errors import Fenced, HoldfastError, StorageError, StorageFull, VersionNotFound
 from holdfast.tiers.backends import posix_io
-from holdfast.tiers.backends.interface import TEMPORARY, Properties, check_segment, split_name
+from holdfast.tiers.backends.interface import TEMPORARY, NotCachedError, Properties, check_segment, split_name
 from holdfast.tiers.backends.parallel_streams import StreamCount
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -118,6 +118,25 @@ class LocalBackend:
         """Fills `view` from `offset` on; see Backend."""
         with self._translated(name), self._open_old(name) as (descriptor, _):
             return posix_io.fill(descriptor, view, offset)
+
+    def has_page_cache(self, name: str) -> bool:
+        """Return whether the file system of this file can tell what is cached; see PageCached."""
+        try:
+            with self._open_old(name) as (descriptor, _):
+                posix_io.fill_from_cache(descriptor, memoryview(bytearray(1)), 0)
+        except OSError as error:
+            return error.errno == errno.EAGAIN
+        except HoldfastError:
+            return False
+        return True
+
+    def read_cached(self, name: str, view: memoryview, *, offset: int) -> int:
+        """Fills `view` from the page cache; see PageCached."""
+        with self._translated(name), self._open_old(name) as (descriptor, _):
+            try:
+                return posix_io.fill_from_cache(descriptor, view, offset)
+            except BlockingIOError as error:
+                raise NotCachedError from error
 
     def listing(self, directory: str) -> list[tuple[str, int]]:
         """(name, bytes) of what stands directly in `directory`; see Backend."""

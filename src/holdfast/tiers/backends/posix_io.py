@@ -134,6 +134,21 @@ def fill(descriptor: int, view: memoryview, offset: int) -> int:
     return done
 
 
+def fill_from_cache(descriptor: int, view: memoryview, offset: int) -> int:
+    """Reads as `fill`, from the page cache alone.
+
+    Raises:
+        OSError: EAGAIN where not all of it is cached; EOPNOTSUPP where the file system cannot tell.
+    """
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done : done + UNIT_BYTES]], offset + done, os.RWF_NOWAIT)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
 @contextlib.contextmanager
 def closing(descriptor: int) -> Iterator[int]:
     """Closes the descriptor; an error of close counts, for it may be the first word of a lost write (NFS)."""

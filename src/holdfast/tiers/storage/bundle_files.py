@@ -28,7 +28,7 @@ import xxhash
 
 from holdfast.base.errors import ConfigError, CorruptError, VersionNotFound
 from holdfast.core.model import Version
-from holdfast.tiers.backends.interface import Backend, Chunks
+from holdfast.tiers.backends.interface import Backend, Chunks, PageCached
 from holdfast.tiers.backends.parallel_streams import MOST_STREAMS
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
@@ -138,16 +138,28 @@ class BundleFiles:
             return _Plain(view, file, where)
         return _Encrypted(view, file, where, self._key_of(version, file).of_file(self._name(version, file)))
 
-    def read_into(self, version: Version, file: BundleFile, view: memoryview, *, offset: int = 0) -> int:
+    def read_into(
+        self, version: Version, file: BundleFile, view: memoryview, *, offset: int = 0, cached: bool = False
+    ) -> int:
         """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file.
+
+        Args:
+            version: whose file it is.
+            file: what the manifest says of it.
+            view: what is filled.
+            offset: in the image.
+            cached: from the page cache of this machine alone; the backend is PageCached.
 
         Raises:
             CorruptError: the file is missing, or an encrypted chunk does not open. ConfigError: the key is another.
-            VersionNotFound: the version was retired meanwhile.
+            VersionNotFound: the version was retired meanwhile. NotCachedError: the page cache has not all of it.
         """
         name = f"{version}/{file.file}"
+        read = (
+            self._backend.read_cached if cached and isinstance(self._backend, PageCached) else self._backend.read_into
+        )
         if not file.key_id:
-            return listed(self._backend, version, lambda: self._backend.read_into(name, view, offset=offset))
+            return listed(self._backend, version, lambda: read(name, view, offset=offset))
         trailer, key = self._trailer(version, file), self._opener(version, file)
         view = view[: max(0, file.length - offset)]
         for index in range(offset // CHUNK_BYTES, -(-(offset + len(view)) // CHUNK_BYTES)):
@@ -156,7 +168,7 @@ class BundleFiles:
             wanted = view[at - offset : stop - offset]
             # A chunk is opened where it will lie; one of which only a part is wanted, beside it.
             stored = wanted if len(wanted) == end - begin else memoryview(bytearray(end - begin))
-            count = listed(self._backend, version, partial(self._backend.read_into, name, stored, offset=begin))
+            count = listed(self._backend, version, partial(read, name, stored, offset=begin))
             if count < len(stored):
                 image_format.check_length(begin + count, file.seal, name)
             key.decrypt(index, stored, trailer.locks[index], stored)

@@ -9,14 +9,16 @@ unread is read by `checkpoint.restore.tensor_fill`.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from holdfast.core.model import Version
+from holdfast.tiers.backends.interface import NotCachedError
 from holdfast.tiers.backends.parallel_streams import Streams
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.shared_reads import SharedReads
 from holdfast.tiers.storage.version_store import Storage
 
 _UNTOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -27,35 +29,78 @@ class UnreadChunks:
     """Reads the chunks of a bundle's file that are not in its view; any thread may.
 
     Attributes:
-        here: numbers of the chunks that are.
+        here: numbers of the chunks that are; all of them: nothing is left to read.
+        shared: other processes of this node that read the same; None: there are none.
     """
 
     storage: Storage
     version: Version
     file: BundleFile
-    here: frozenset[int]
+    shared: SharedReads | None = None
+    here: set[int] = field(default_factory=set)
+    _cached: list[int] = field(default_factory=list)
 
     def read(self, index: int, chunk: memoryview) -> str:
-        """Fills `chunk` with chunk `index`, proves it, and returns its digest; raises as `Storage.read_chunk`."""
-        return self.storage.read_chunk(self.version, self.file, index, chunk)
+        """Fills `chunk` with chunk `index`, proves it, and returns its digest.
+
+        Raises:
+            CorruptError: missing, cut short, or damaged; names the bytes. StorageError: the path refuses.
+            StorageBusy: another process reads it, and does not end in time.
+        """
+
+        def stored() -> str:
+            return self.storage.read_chunk(self.version, self.file, index, chunk)
+
+        if self.shared is None:
+            return stored()
+
+        def cached() -> str | None:
+            try:
+                digest = self.storage.read_chunk(self.version, self.file, index, chunk, cached=True)
+            except NotCachedError:
+                return None
+            self._cached.append(len(chunk))
+            return digest
+
+        where = f"{self.storage.where}/{self.version}/{self.file.file}"
+        return self.shared.read(self.file.ref.bundle_id, index, cached, stored, where)
+
+    def order(self, chunks: Sequence[int]) -> list[int]:
+        """Return the numbers of these chunks in the order in which they are read."""
+        return list(chunks) if self.shared is None else self.shared.plan.order(self.file.ref.bundle_id, chunks)
 
     def streams(self, done: Callable[[int], None]) -> Streams:
-        """Streams to read it by."""
-        return self.storage.streams(self.file.length, done, buffered=True)
+        """Streams to read it by; who shares it holds a share of the buffers."""
+        ranks = 1 if self.shared is None else self.shared.plan.num_ranks
+        return self.storage.streams(self.file.length // ranks, done, buffered=True)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Return the bytes that were read from the page cache, after another process had read them from storage."""
+        return sum(self._cached)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes that this process reads from storage itself, once all is read."""
+        return self.file.length - self.cached_bytes
 
 
-def open_bundle(storage: Storage, version: Version, file: BundleFile) -> tuple[memoryview, UnreadChunks | None]:
-    """Returns the image, of which the header and the values are here, and how the rest is read; None: all is here.
+def open_bundle(
+    storage: Storage, version: Version, file: BundleFile, shared: SharedReads | None = None
+) -> tuple[memoryview, UnreadChunks]:
+    """Returns the image, of which the header and the values are here, and how the rest is read.
 
     Raises:
         CorruptError: missing, cut short, or damaged. StorageError: the path refuses.
     """
-    view, here = memoryview(mmap.mmap(-1, max(1, file.length), flags=_UNTOUCHED))[: file.length], set[int]()
+    view = memoryview(mmap.mmap(-1, max(1, file.length), flags=_UNTOUCHED))[: file.length]
+    unread = UnreadChunks(storage, version, file, shared)
+    here = unread.here
 
     def bring(start: int, end: int) -> None:
         for index in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             if index not in here:
-                storage.read_chunk(version, file, index, view[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
+                unread.read(index, view[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
                 here.add(index)
 
     where = f"{storage.where}/{version}/{file.file}"
@@ -65,5 +110,4 @@ def open_bundle(storage: Storage, version: Version, file: BundleFile) -> tuple[m
     values = image_format.read_header(view[:header_bytes], file.length, where).values
     if values is not None:
         bring(values.start, values.end)
-    is_all = len(here) * CHUNK_BYTES >= file.length
-    return view.toreadonly(), None if is_all else UnreadChunks(storage, version, file, frozenset(here))
+    return view.toreadonly(), unread

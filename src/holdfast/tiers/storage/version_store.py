@@ -35,7 +35,7 @@ from holdfast.base.errors import (
 )
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
-from holdfast.tiers.backends.interface import Backend
+from holdfast.tiers.backends.interface import Backend, PageCached
 from holdfast.tiers.backends.open_url import open_backend
 from holdfast.tiers.backends.parallel_streams import (
     MOST_REQUESTS,
@@ -108,8 +108,8 @@ class Storage:
 
     Args:
         backend: where the bytes go.
-        events: counts `storage_written_bytes` and `storage_read_bytes` (images) and `storage_record_read_bytes`
-            (everything else that is read).
+        events: counts `storage_written_bytes` and `storage_read_bytes` (images), `cache_read_bytes` (images, read from the
+            page cache alone) and `storage_record_read_bytes` (everything else that is read).
         key: what bundle files are encrypted with, and manifests are authenticated.
         key_required: with a key, whether a version that is not authenticated with it counts as damaged.
     """
@@ -475,15 +475,24 @@ class Storage:
         return len(chunk)
 
     @_in_place
-    def read_chunk(self, version: Version, file: BundleFile, index: int, chunk: memoryview) -> str:
+    def read_chunk(
+        self, version: Version, file: BundleFile, index: int, chunk: memoryview, *, cached: bool = False
+    ) -> str:
         """Fills `chunk` with chunk `index` and proves it while it is in the processor's cache; returns its digest.
 
+        Args:
+            version: whose file it is.
+            file: what the manifest says of it.
+            index: number of the chunk.
+            chunk: what is filled.
+            cached: from the page cache of this machine alone, see `has_page_cache`; counted as `cache_read_bytes`.
+
         Raises:
-            CorruptError: missing, cut short, or damaged; names the bytes.
+            CorruptError: missing, cut short, or damaged; names the bytes. NotCachedError: the page cache has not all of it.
         """
         where, at = f"{self.where}/{version}/{file.file}", index * image_format.CHUNK_BYTES
-        read = self._files.read_into(version, file, chunk, offset=at)
-        self._events.count("storage_read_bytes", read)
+        read = self._files.read_into(version, file, chunk, offset=at, cached=cached)
+        self._events.count("cache_read_bytes" if cached else "storage_read_bytes", read)
         if read < len(chunk):
             image_format.check_length(at + read, file.seal, where)
         if at + read == file.length:
@@ -491,6 +500,10 @@ class Storage:
         digest = image_format.chunk_digest(chunk)
         image_format.check_chunk(index, digest, file.seal, where)
         return digest
+
+    def has_page_cache(self, version: Version, file: str) -> bool:
+        """Return whether this machine caches a file of a version and can tell what of it is there. Raises nothing."""
+        return isinstance(self._backend, PageCached) and self._backend.has_page_cache(f"{version}/{file}")
 
     def streams(self, num_bytes: int, done: Callable[[int], None], *, buffered: bool = False) -> Streams:
         """Streams to read so many bytes by; one, in the caller's thread, if they are few.

@@ -129,6 +129,11 @@ class Channel:
         """
         return self._sock.family != socket.AF_UNIX
 
+    @property
+    def is_cut(self) -> bool:
+        """Return whether `abort` was called; its owner may not have noticed yet."""
+        return self._aborted
+
     def fileno(self) -> int:
         """The descriptor, to be polled by the owner; -1 once it is closed."""
         return self._sock.fileno()

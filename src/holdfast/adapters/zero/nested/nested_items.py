@@ -57,7 +57,7 @@ class Items:
 
     def __init__(self, iterable: Any) -> None:
         self.doubt = self.refused = ""
-        self.begun = isinstance(iterable, enumerate | zip | dataloader._BaseDataLoaderIter)
+        self.begun = _has_begun(iterable)
         self.told = ""
         self._iterator: Iterator[Any] | None = None
         self._digested: Any = None
@@ -130,6 +130,15 @@ def _way_of(value: Any, items: Items, depth: int = 0) -> _Way:
         hint = value.__length_hint__()
         return _Way([type(value).__qualname__, hint], hint, lambda: value, lambda n: itertools.islice(value, n, None))
     return _taken(value, items)
+
+
+def _has_begun(value: Any, depth: int = 0) -> bool:
+    """Tell whether what a loop goes over may have drawn random numbers before it is asked for its first item."""
+    if isinstance(value, enumerate | zip) and depth <= _MAX_DEPTH:
+        parts = value.__reduce__()[1]
+        return any(_has_begun(part, depth + 1) for part in (parts[:1] if isinstance(value, enumerate) else parts))
+    drawing = isinstance(value, dataloader._BaseDataLoaderIter)
+    return drawing or (depth > 0 and type(value) not in _PLAIN_ITERATORS and type(value) is not itertools.count)
 
 
 def _enumerated(value: Any, items: Items, depth: int) -> _Way:

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.zero.loop import UNKEPT, Count, close, differs, say
+from holdfast.adapters.zero import living_gradients
+from holdfast.adapters.zero.loop import Count, close, differs, is_foreign, is_refused, say, unknown
 from holdfast.adapters.zero.nested.nested_items import Items
 from holdfast.adapters.zero.nested.nested_look import Entry, Looker, Untouched, is_function
 from holdfast.adapters.zero.nested.nested_objects import collect
@@ -143,13 +144,11 @@ class KeptLoops:
             found = f"what it holds cannot be looked at: {type(error).__name__}: {error}"
         if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
             found = "the script has a Checkpointer of its own"
-        told = collectives.gather_json(group, found if isinstance(found, str) else "")
-        reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
-        if isinstance(found, str) or entry is None or looker is None or reasons:
-            self._events.emit("script_refused", reason=reasons[0])
-            if group.rank == 0:
-                say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+        if is_refused(group, found if isinstance(found, str) else "", self._events):
             return None
+        assert isinstance(found, Kept)
+        assert entry is not None
+        assert looker is not None
         self._told.add(site.number)
         self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events)
         return entry
@@ -162,7 +161,7 @@ class KeptLoops:
             name: value for name, value in {**main, **mine}.items() if name not in hidden and not name.startswith("__")
         }
         judge = Reach(sets=(), used=(), kept=())
-        found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user)
+        found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user, by_hand=self._nest.by_hand)
         if isinstance(found, str):
             return found, None, None
         looker = Looker(self._nest, found.things, frame)
@@ -171,7 +170,7 @@ class KeptLoops:
             (path, kind), *_ = entry.before.unsure
             return f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next", None, None
         if entry.before.unknown and (reason := _why_not_rehearsed(found.objects)):
-            return _unknown(entry, reason), None, None
+            return unknown(entry.changes, reason), None, None
         entry.drawn = drawn()
         return found, looker, entry
 
@@ -219,7 +218,8 @@ class KeptLoops:
     def _outer(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         start = run.outer_begins(self._stack)
         if start is not None:
-            self._give(given(entry.site.lives, start["carried"]))
+            there = entry.names() if entry.taken == 0 else {}
+            self._give(given(entry.site.lives, start["carried"], there=there))
             yield stand_in(entry.site.target, start["targets"])
         while True:
             self._left = False
@@ -253,7 +253,7 @@ class KeptLoops:
             version = None
             yield item
             run.unsaved = -1  # the item that is done has changed what a version of the step before would hold
-            if run.count.steps != before:
+            if run.by_hand or run.count.steps != before:
                 run.made(self._stack)
         run.inner_ends(again=version is not None)
         if version is not None:
@@ -281,6 +281,7 @@ class _Run:
 
     Attributes:
         count: steps that optimizers have made.
+        by_hand: whether there is no optimizer: then each turn of the innermost loop is a step.
         unsaved: number of the step that is done, and of which it is not known yet whether it may be saved; -1 if there is none.
     """
 
@@ -311,6 +312,7 @@ class _Run:
         self._checks = [SelfCheck(make, clock=nest.reads_clock) for _ in range(2 if outermost.site.outer else 1)]
         self._child: SelfCheck | None = None
         self.count = Count()
+        self.by_hand = "optimizer" not in found.objects
         self._pending: dict[str, Any] | None = None
         self._number = self.unsaved = -1
         self._ended = self._taken_up = False
@@ -352,19 +354,12 @@ class _Run:
         try:
             self._checkpointer.restore()
         except MismatchError:
-            told = [reason for reason in collectives.gather_json(self._group, self._state.refused) if reason]
-            if not told:
+            if not is_foreign(self._group, self._state.refused, self._root, self._events):
                 raise
             self._end_checks()
             self._checkpointer.abandon()
             self._ended = True
             self.count.close()
-            self._events.emit("script_refused", reason=told[0])
-            if self._group.rank == 0:
-                say(
-                    f"this script is not kept, {told[0]}; it runs as it is written, and nothing of it is saved. To begin "
-                    f"anew with it, give another --checkpoint-dir, or remove {self._root}"
-                )
             return False
         if self._state.restored is not None and self._state.restored["position"]:
             self._end_checks()  # the run that saved made them
@@ -424,7 +419,7 @@ class _Run:
             self.unfit(changed)
         self._state.doubt(changed)
         if entry.before.unknown and self._checks and self._checks[0].reason:
-            self._state.doubt(_unknown(entry, self._checks[0].reason))
+            self._state.doubt(unknown(entry.changes, self._checks[0].reason))
         entry.drawn = drawn()
         return None if self._stopped() else entry
 
@@ -516,6 +511,7 @@ class _Run:
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
         self._state.placing = None
+        living_gradients.put(self._state.stepped, version.get("gradients", {}))
         changed = entry.changes.now()
         path = differing(version["rows"], changed)
         if changed.reason or path:
@@ -547,12 +543,17 @@ class _Run:
         if any(check.pending for index, check in enumerate(self._checks) if index == 0 or entries[0].taken):
             self.unsaved = number
         else:
-            self._checkpointer.step(number)
+            self._save(number)
+
+    def _save(self, number: int) -> None:
+        self._checkpointer.step(number)
+        if self.by_hand:
+            self._checkpointer.settle()  # no step of an optimizer waits for the copy
 
     def inner_ends(self, *, again: bool) -> None:
         """An innermost loop has no more items; everything is as behind its last step."""
         if self.unsaved >= 0 and not self._ended:
-            self._checkpointer.step(self.unsaved)
+            self._save(self.unsaved)
         elif again and self._child is None:
             self._checkpointer.save(self._number, "durable")  # it may lie in memory alone
         self.unsaved = -1
@@ -605,14 +606,6 @@ def _why_not_rehearsed(objects: dict[str, Any]) -> str:
     return why_not(objects)
 
 
-def _unknown(entry: Entry, reason: str) -> str:
-    (path, kind), *_ = entry.before.unknown
-    return (
-        f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next, and the first steps are not rehearsed: "
-        f"{reason}"
-    )
-
-
 def _first_difference(saved: dict[str, str], now: dict[str, str]) -> str:
     return next((path for path in (*saved, *now) if saved.get(path) != now.get(path)), "")
 
@@ -628,6 +621,9 @@ def _resolved(names: dict[str, Any], site: Site, path: str) -> Any:
 
 
 def _stepped(found: Kept) -> list[torch.Tensor]:
+    if "optimizer" not in found.objects:
+        models = found.objects["model"]
+        return [p for model in (models if isinstance(models, list) else [models]) for p in model.parameters()]
     optimizers = found.objects["optimizer"]
     optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

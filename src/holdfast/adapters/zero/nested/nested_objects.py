@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from holdfast.adapters.zero.objects import Kept, never_changes
-from holdfast.adapters.zero.reach import is_plain, is_progress_bar, is_sparse
+from holdfast.adapters.zero.reach import is_attributes, is_plain, is_progress_bar, is_sparse
 from holdfast.checkpoint.state.stateful import Stateful
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -28,13 +28,16 @@ _MODULE_KEYS = frozenset(vars(nn.Module()))
 MAX_DEPTH = 5
 
 
-def collect(used: Iterable[str], scope: Mapping[str, Any], is_of_user: Callable[[Any], bool]) -> Kept | str:
+def collect(
+    used: Iterable[str], scope: Mapping[str, Any], is_of_user: Callable[[Any], bool], *, by_hand: bool = False
+) -> Kept | str:
     """Returns what to keep, or what is in the way.
 
     Args:
         used: names that loops read.
         scope: what names mean where the outermost loop begins.
         is_of_user: tells whether the class of an object is the user's.
+        by_hand: whether parameters are changed one by one where there is no optimizer.
     """
     found = _Found(is_of_user)
     for name in sorted(set(used) & scope.keys()):
@@ -45,7 +48,7 @@ def collect(used: Iterable[str], scope: Mapping[str, Any], is_of_user: Callable[
         for name, value in scope.items():
             found.visit(name, value, judge=False)
     if not found.optimizers:
-        return "no optimizer was found"
+        return _without_optimizer(found) if by_hand else "no optimizer was found"
     stepped = [
         p for optimizer in found.optimizers.values() for group in optimizer.param_groups for p in group["params"]
     ]
@@ -59,6 +62,16 @@ def collect(used: Iterable[str], scope: Mapping[str, Any], is_of_user: Callable[
     optimizers = list(found.optimizers.values())
     found.kept.objects["model"] = modules[0] if len(modules) == 1 else modules
     found.kept.objects["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
+    return found.kept
+
+
+def _without_optimizer(found: _Found) -> Kept | str:
+    modules = _outermost(found.modules)
+    if not modules:
+        return "no optimizer was found, and no module that the loops use"
+    if any(p.device.type != "cpu" for module in modules for p in module.parameters()):
+        return "parameters that lie on a device are changed without an optimizer"
+    found.kept.objects["model"] = modules[0] if len(modules) == 1 else modules
     return found.kept
 
 
@@ -109,6 +122,8 @@ class _Found:
             if judge and hasattr(value, "__next__"):
                 self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
             self._parts(path, _attributes(value), depth, judge=judge)
+        elif is_attributes(value) and not never_changes(value) and not is_progress_bar(value):
+            self._parts(path, _attributes(value), depth, judge=False)
         elif judge and not never_changes(value) and not is_progress_bar(value):
             self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
 

@@ -95,6 +95,7 @@ class Nest:
         reads_files: whether the script calls something that may have it go on from a file of its own.
         bounds: names and attributes that say how far loops count.
         retains: whether the script speaks of graphs that outlive a backward pass.
+        by_hand: whether a loop changes parameters one by one, without an optimizer.
         lines: attribute or name -> the first line that stores to it or calls a method of it.
     """
 
@@ -108,6 +109,7 @@ class Nest:
     reads_files: bool
     bounds: frozenset[str]
     retains: bool
+    by_hand: bool
     lines: tuple[tuple[str, int], ...]
 
 
@@ -154,6 +156,7 @@ def find_nested(source: str) -> Nest | str:
     members = frozenset(only_members(tree))
     pops = any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree))
     clocked = clock_names(tree)
+    by_hand = any(_is_by_hand(calls.inside(loop)) for loop in kept)
     for loop, site in zip(kept, sites, strict=True):
         _rewrite(tree, loop, site)
     ast.fix_missing_locations(tree)
@@ -168,6 +171,7 @@ def find_nested(source: str) -> Nest | str:
         reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
         retains=retains,
+        by_hand=by_hand,
         lines=tuple(sorted(lines.items())),
     )
 
@@ -237,6 +241,32 @@ def _scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
     return found
 
 
+def _is_by_hand(nodes: Sequence[ast.AST]) -> bool:
+    """Tell whether parameters are changed in place one by one: `for p in model.parameters(): p.data.add_(p.grad, alpha=-rate)`."""
+    for loop in nodes:
+        if not isinstance(loop, ast.For) or not _goes_over_parameters(loop.iter):
+            continue
+        targets = stored([loop.target])
+        for node in (part for statement in loop.body for part in ast.walk(statement)):
+            changed: ast.expr | None = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
+                changed = node.func.value
+            elif isinstance(node, ast.AugAssign):
+                changed = node.target
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+                changed = node.targets[0]
+            words = ast.unparse(changed).split(".") if changed is not None else [""]
+            if words[0] in targets and words[1:] in ([], ["data"]):
+                return True
+    return False
+
+
+def _goes_over_parameters(node: ast.expr) -> bool:
+    return any(
+        isinstance(part, ast.Attribute) and part.attr in ("parameters", "named_parameters") for part in ast.walk(node)
+    )
+
+
 class _Calls:
     """Finds what code of the script reaches: by name, as a method, as a function that is handed on.
 
@@ -295,7 +325,7 @@ class _Calls:
             for node in self.inside(loop)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         }
-        return {"backward", "step"} <= called
+        return "backward" in called and ("step" in called or _is_by_hand(self.inside(loop)))
 
     def reaches(self, loop: ast.For | ast.While, other: ast.AST) -> bool:
         """Tell whether one loop runs inside of another."""
@@ -317,7 +347,7 @@ def _site(
     scope = _scope_of(tree, loop)
     targets = stored([loop.target])
     sets = stored(loop.body) | targets
-    outside = loaded(scope.body, without=loop) | {
+    outside = (loaded(scope.body, without=loop) - _set_by_with(scope, loop)) | {
         name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }
     ambient = (known.ambient - targets) | read_by_text(tree, loop)
@@ -344,6 +374,25 @@ def _site(
         target=_target(loop.target),
         grads=_reads_gradients(tree, loop),
     )
+
+
+def _set_by_with(scope: Scope, loop: ast.For) -> set[str]:
+    """Returns the names that are read outside of a loop only where a `with` has just set them: `with open(path) as file`."""
+    inside = {id(node) for node in ast.walk(loop)}
+    within: dict[str, set[int]] = {}
+    for node in own(scope):
+        if isinstance(node, ast.With) and id(node) not in inside:
+            body = [part for statement in node.body for part in ast.walk(statement)]
+            for item in node.items:
+                if isinstance(item.optional_vars, ast.Name):
+                    within.setdefault(item.optional_vars.id, set()).update(map(id, body))
+    mine = {id(node) for node in own(scope)} - inside
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load) or id(node) in inside:
+            continue
+        if id(node) not in mine or id(node) not in within.get(node.id, ()):
+            within.pop(node.id, None)
+    return set(within)
 
 
 def _read_outside(tree: ast.Module, loop: ast.For) -> set[str]:

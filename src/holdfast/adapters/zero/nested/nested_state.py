@@ -16,14 +16,15 @@ import xxhash
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast.adapters.zero import living_gradients
 from holdfast.adapters.zero.changes import Changed
+from holdfast.adapters.zero.held_arrays import brought
 from holdfast.adapters.zero.loop import Doubts, packed, unpacked
 from holdfast.adapters.zero.nested.nested_look import Entry, Lost
 from holdfast.adapters.zero.nested.nested_script import Nest, Site
 from holdfast.adapters.zero.reach import Look, has_set, is_plain
 from holdfast.base.errors import MismatchError
 from holdfast.checkpoint.entries.rng import ProcessRandomness
-from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.usage import carried_tensors
 from holdfast.checkpoint.usage.carried_tensors import is_carried
@@ -80,7 +81,11 @@ class NestedState(Doubts):
         assert items is not None
         after: dict[str, Any] | None = {}
         if items.size is None or inner.taken >= items.size:
-            after = self._after(inner.site, names) if not (inner.site.grads and self._has_gradients()) else None
+            after = (
+                self._after(inner.site, names)
+                if not (inner.site.grads and living_gradients.there_are(self.stepped))
+                else None
+            )
             if after is None and items.size is not None:
                 return False
             if after is None:
@@ -89,8 +94,12 @@ class NestedState(Doubts):
                 )
         changed = inner.changes.now()
         carried, lost = self.living(inner.site, names)
+        gradients = self._living_gradients(cleared)
         self.doubt(
-            changed.reason or self._why_unsure(carried, cleared) or self._of_items(entries) or _changed_around(entries)
+            changed.reason
+            or self._why_unsure(carried, gradients)
+            or self._of_items(entries)
+            or _changed_around(entries)
         )
         self._noted = {
             "range": [],
@@ -102,6 +111,7 @@ class NestedState(Doubts):
             "targets": _targets(inner),
             "lost": lost,
             "after": after,
+            "gradients": gradients or {},
             "unsure": self.unsure,
             "began": self._began,
             "number": number,
@@ -133,7 +143,9 @@ class NestedState(Doubts):
         lost: list[str] = []
         for name in site.lives:
             value = names.get(name)
-            if name in names and is_plain(value):
+            if name not in names or type(value) is Lost:
+                lost.append(name)  # who reads it before it is set is told
+            elif is_plain(value):
                 carried[name] = value
             elif name in site.carried and is_carried(value, is_plain, fixed=site.outer):
                 self.doubt(self._why_no_tensors(name, value))
@@ -141,7 +153,7 @@ class NestedState(Doubts):
             elif name in site.loose:
                 lost.append(name)
             else:
-                what = f"a {type(names[name]).__qualname__}" if name in names else "without a value"
+                what = f"a {type(value).__qualname__}"
                 self.doubt(f"{name!r}, {what}, is carried from one turn of the loop of line {site.line} to the next")
         for name, value in carried.items():
             if is_plain(value) and has_set(value) and name not in self._nest.members:
@@ -190,18 +202,16 @@ class NestedState(Doubts):
             found[name] = value
         return found
 
-    def _why_unsure(self, carried: Mapping[str, Any], cleared: frozenset[int]) -> str:
+    def _living_gradients(self, cleared: frozenset[int]) -> dict[str, Any] | None:
+        """Returns the gradients that live from step to step; None if they cannot be carried."""
+        return living_gradients.packed(self.stepped) if living_gradients.there_are(self.stepped, cleared) else {}
+
+    def _why_unsure(self, carried: Mapping[str, Any], gradients: Mapping[str, Any] | None) -> str:
         try:
             value_codec.encode({name: value for name, value in carried.items() if is_plain(value)})
         except Exception as error:  # noqa: BLE001 - values of other people
             return f"what lives from one step to the next cannot be carried: {error}"
-        return "gradients live from one step to the next" if self._has_gradients(cleared) else ""
-
-    def _has_gradients(self, without: frozenset[int] = frozenset()) -> bool:
-        """Tell whether a parameter that is stepped has a gradient that is not zero."""
-        return any(
-            id(p) not in without and p.grad is not None and bool(local_of(p.grad).count_nonzero()) for p in self.stepped
-        )
+        return "gradients live from one step to the next" if gradients is None else ""
 
     def _of_items(self, entries: Sequence[Entry]) -> str:
         for entry in entries:
@@ -279,12 +289,31 @@ def _shown(shape: Sequence[Any]) -> str:
     return " ".join(map(str, shape))
 
 
-def given(names: Sequence[str], carried: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
-    """Returns the values of these names, in order; what was lost tells so when it is used."""
+def given(
+    names: Sequence[str],
+    carried: Mapping[str, Any],
+    after: Mapping[str, Any] | None = None,
+    there: Mapping[str, Any] | None = None,
+) -> tuple[Any, ...]:
+    """Returns the values of these names, in order; what was lost tells so when it is used.
+
+    Args:
+        names: of the script.
+        carried: what a version has of them.
+        after: the same of names that are read behind a loop.
+        there: what they mean now, where the statements before have just made them as the run that saved did.
+    """
     found = {name: carried_tensors.unpacked(value) for name, value in carried.items()} | {
         name: unpacked(value) for name, value in (after or {}).items()
     }
+    found |= {name: value for name, value in (there or {}).items() if name in found and _is_same(found[name], value)}
     return tuple(found[name] if name in found else Lost(name) for name in names)
+
+
+def _is_same(saved: Any, now: Any) -> bool:
+    """Tell whether a tensor without a graph is the one that was saved: then it stays, for it may have several names."""
+    tensors = isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor)
+    return tensors and not now.requires_grad and carried_tensors.token(saved) == carried_tensors.token(now)
 
 
 def put(look: Look, rows: Sequence[Sequence[Any]], gone: Sequence[Sequence[Any]]) -> None:
@@ -296,9 +325,9 @@ def put(look: Look, rows: Sequence[Sequence[Any]], gone: Sequence[Sequence[Any]]
     for path, owner, key, value in rows:
         leaf = look.leaves.get(path)
         if leaf is not None:
-            leaf.put(value)
+            leaf.put(brought(value))
         else:
-            look.owners[owner].put(key, value)
+            look.owners[owner].put(key, brought(value))
     for path, owner, key in gone:
         if path in look.leaves:
             look.owners[owner].drop(key)

@@ -1,0 +1,102 @@
+"""Small tensors and arrays that an attribute, a class, a name or an item of a dict holds: how they are stored, and come back.
+
+    class Meter:
+        def update(self, value):                # `meter.sum` is a number first, and a tensor from the first step on
+            self.sum += value
+
+One that comes back is a new one. So only those are carried whose memory nothing else that can be reached has a part of, that
+have no graph, and whose layout in memory can be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+# Larger ones are compared, and not carried.
+MAX_BYTES = 16 << 10
+_KEY = "holdfast.held"
+
+Span = tuple[int, int]
+
+
+def is_held(value: Any) -> bool:
+    """Tell whether a tensor or an array is one that can be carried, as far as it tells itself."""
+    if type(value) is torch.Tensor:
+        return (
+            value.layout is torch.strided
+            and value.device.type == "cpu"
+            and not (
+                value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg() or value.is_inference()
+            )
+            and value.is_contiguous()
+            and value.nbytes <= MAX_BYTES
+            and not vars(value)
+        )
+    return (
+        type(value).__module__ == "numpy"
+        and type(value).__qualname__ == "ndarray"
+        and value.dtype.kind in "biufc"
+        and value.dtype.isnative
+        and value.flags.c_contiguous
+        and value.flags.writeable
+        and value.nbytes <= MAX_BYTES
+    )
+
+
+def stored(value: Any) -> dict[str, Any]:
+    """Returns a tensor or an array as a plain value."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        data = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        return {_KEY: "tensor", "dtype": dtype, "shape": list(value.shape), "data": data}
+    return {_KEY: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
+
+
+def brought(value: Any) -> Any:
+    """Returns what was stored: a new tensor or array; every other value as it is."""
+    if type(value) is not dict or _KEY not in value:
+        return value
+    if value[_KEY] == "tensor":
+        dtype = getattr(torch, value["dtype"])
+        flat = (
+            torch.frombuffer(bytearray(value["data"]), dtype=dtype)
+            if value["data"]
+            else torch.empty(0, dtype=dtype, device="cpu")
+        )
+        return flat.clone().reshape(value["shape"])
+    import numpy  # noqa: ICN001, PLC0415 - only a process that has such arrays has stored one
+
+    return numpy.frombuffer(bytearray(value["data"]), dtype=value["dtype"]).reshape(value["shape"])
+
+
+def span(value: Any) -> Span:
+    """Returns where the memory of a tensor or an array begins and ends, all that it is a part of included; (0, 0) if it has none."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.device.type == "meta":
+            return 0, 0
+        storage = value.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    while type(getattr(value, "base", None)).__qualname__ in ("ndarray", "memmap"):
+        value = value.base
+    if isinstance(getattr(value, "base", None), torch.Tensor):
+        return span(value.base)
+    first = value.__array_interface__["data"][0]
+    return first, first + value.nbytes
+
+
+def overlapping(held: Mapping[str, Span], others: Iterable[Span]) -> set[str]:
+    """Returns the paths of those whose memory another one has a part of."""
+    spans = sorted([*((first, end, path) for path, (first, end) in held.items()), *((*part, "") for part in others)])
+    found: set[str] = set()
+    reached, owner = 0, ""
+    for first, end, path in spans:
+        if first == end:
+            continue
+        if first < reached:
+            found.update((path, owner))
+        if end > reached:
+            reached, owner = end, path
+    return found - {""}

@@ -1,0 +1,123 @@
+"""Lets processes of one node read a bundle's chunks from storage once between them.
+
+A file in the node's runtime directory has one byte per chunk: whether some process has read and proved it. Who reads a
+chunk locks its byte (fcntl(2), F_OFD_SETLK), so a second one waits. The others then read the same bytes of the same
+file with RWF_NOWAIT, which takes them from the page cache or says that they are not there: storage is not asked for
+them. What the page cache has lost is read from storage again, by one of them. The kernel drops the lock of a process
+that was killed, and another one reads its chunk. Nothing is believed because of that byte: whoever reads proves.
+
+Called by `tiers.storage.unread_chunks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from holdfast.base.errors import StorageBusy
+from holdfast.core.recovery.shared_reading import ReadingPlan
+
+T = TypeVar("T")
+
+_LOCK = struct.Struct("hhqqi4x")
+_READ = b"\1"
+# Pauses while another process reads a chunk.
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.0005, 0.02
+
+
+class SharedReads:
+    """The chunks that this process and others read between them. Any thread; each chunk is one thread's at a time.
+
+    Args:
+        path: the file, in a directory of this user alone; the same for all of them, and of this restore alone.
+        plan: who reads what.
+        timeout_s: how long a chunk may take that another process reads.
+
+    Raises:
+        OSError: the file cannot be made, or this kernel has no such locks.
+    """
+
+    def __init__(self, path: Path, plan: ReadingPlan, *, timeout_s: float) -> None:
+        self.plan = plan
+        self._path = path
+        self._timeout_s = timeout_s
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self._set(fcntl.F_UNLCK, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(
+        self, bundle_id: str, index: int, cached: Callable[[], T | None], stored: Callable[[], T], where: str
+    ) -> T:
+        """Read a chunk: from the page cache if somebody has read it, else from storage while the others wait.
+
+        Args:
+            bundle_id: whose.
+            index: its number there.
+            cached: reads it from the page cache; None: not all of it is there.
+            stored: reads it from storage.
+            where: the file, for the error.
+
+        Raises:
+            StorageBusy: another process reads it, and does not end in time. Else what the two functions raise.
+        """
+        at = self.plan.first[bundle_id] + index
+        deadline, pause_s = time.monotonic() + self._timeout_s, FIRST_PAUSE_S
+        while True:
+            if self._was_read(at) and (found := cached()) is not None:
+                return found
+            with self._turn(at) as is_mine:
+                if is_mine:
+                    if self._was_read(at) and (found := cached()) is not None:
+                        return found
+                    found = stored()
+                    os.pwrite(self._fd, _READ, at)
+                    return found
+            if time.monotonic() > deadline:
+                raise StorageBusy(
+                    f"another rank of this node has read chunk {index} for {self._timeout_s:g} s and is not done",
+                    where=where,
+                    remedy="check that storage, and that no rank of this node is stopped",
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+
+    def remove(self) -> None:
+        """Takes the name away; who has the file open keeps it."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Removes the file, and gives up what this process holds of it."""
+        self.remove()
+        os.close(self._fd)
+
+    def _was_read(self, at: int) -> bool:
+        return os.pread(self._fd, 1, at) == _READ
+
+    @contextlib.contextmanager
+    def _turn(self, at: int) -> Iterator[bool]:
+        """Locks a chunk for the block; False: another process has it."""
+        try:
+            self._set(fcntl.F_WRLCK, at)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._set(fcntl.F_UNLCK, at)
+
+    def _set(self, kind: int, at: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, at, 1, 0))
