@@ -11,8 +11,8 @@ loader reads. A load takes the sharded part from holdfast, memory first and veri
 this layout; every rank does or none. Else, and for another layout, it is Megatron's own load. What Megatron keeps outside the sharded part
 (`common.pt`, `metadata.json`) is read from the directory in either case.
 
-The step of a version is the number at the end of the directory's name. Tested with megatron-core 0.16.1; the calls of 0.17.1
-and 0.19.2 were compared with their source, and are tested with a stand-in.
+The step of a version is the number at the end of the directory's name. Tested with megatron-core 0.16.1, and in part
+with 0.19.2; the calls of 0.17.1 are tested with a stand-in.
 """
 
 from __future__ import annotations
