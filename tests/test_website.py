@@ -54,6 +54,46 @@ def test_every_setting_and_error_is_on_its_page(monkeypatch: pytest.MonkeyPatch)
     assert "## holdfast status" in texts
 
 
+def test_every_metric_is_on_its_page_and_one_without_help_fails_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    metrics = importlib.import_module("website.metrics")
+    made = metrics.metrics(ROOT / "src" / "holdfast")
+    keepers, _, trainers = made.partition("## Counters of a trainer")
+    assert "| `holdfast_slot_sealed_bytes` | gauge | bytes | `rank`, `replica`, `slot` | Images in a slot" in keepers
+    assert "| `holdfast_takeovers_total` | counter |  |  | Times" in keepers
+    assert "holdfast_save_seconds" not in keepers, "a trainer counts it, and no port serves it"
+    assert "| `save_seconds` | counter | seconds |" in trainers
+    (tmp_path / "keeper").mkdir()
+    (tmp_path / "keeper" / "new.py").write_text('self._events.count("new_bytes", 1)\n')
+    with pytest.raises(ValueError, match="new_bytes is counted and not declared"):
+        metrics.metrics(tmp_path)
+    monkeypatch.setitem(metrics.COUNTERS, "takeovers", " ")
+    with pytest.raises(ValueError, match="takeovers has no help text"):
+        metrics.metrics(ROOT / "src" / "holdfast")
+
+
+def test_every_scenario_is_on_its_page_as_it_is_played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    scenarios = importlib.import_module("website.scenarios")
+    folder = ROOT / "tests" / "core" / "scenarios"
+    made = scenarios.tested(folder)
+    lines = set(made.splitlines())
+    for path in folder.glob("*.txt"):
+        assert f"{{#{path.stem}}}" in made
+        blocks = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        assert set(blocks) <= lines, path.name
+    assert scenarios.story("# stage: archive\n#\n# A *b*\n# c.\n\ndo\n----\n# told\n", "x") == (
+        "A \\*b\\* c.\n\n```text\ndo\n----\n# told\n```"
+    )
+    (tmp_path / "novel_one.txt").write_text("# A story.\n")
+    with pytest.raises(ValueError, match="'novel' a title"):
+        scenarios.tested(tmp_path)
+    with pytest.raises(ValueError, match="begin with a comment"):
+        scenarios.story("do\n----\nnothing\n", "x")
+
+
 def test_coverage_is_summed_up_by_folder_and_what_is_least_covered_is_listed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from website import covered, figures, pages, reference
+from website import covered, figures, metrics, pages, reference, scenarios
 
 ROOT = Path(__file__).resolve().parents[1]
 COVERED = ROOT / "website" / "covered.json"
@@ -21,8 +21,10 @@ def on_files(files: Files, config: Any) -> Files:
     made = {
         "reference/api.md": reference.api(),
         "reference/settings.md": reference.settings(),
+        "reference/metrics.md": metrics.metrics(ROOT / "src" / "holdfast"),
         "reference/errors.md": reference.error_codes(),
         "reference/help.md": reference.help_texts(),
+        "reference/tested.md": scenarios.tested(ROOT / "tests" / "core" / "scenarios"),
         "reference/figures.md": figures.figures(ROOT / "benchmarks" / "results"),
         "reference/coverage.md": covered.covered(json.loads(COVERED.read_text()) if COVERED.exists() else {}),
     }

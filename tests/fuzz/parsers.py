@@ -47,7 +47,7 @@ from holdfast.cli.planning import job_file
 from holdfast.core.model import BundleRef, Version
 from holdfast.elastic.launch import compile_cache
 from holdfast.keeper.observe import degraded_notice as node_notice
-from holdfast.keeper.observe import metrics
+from holdfast.keeper.observe import metrics_port
 from holdfast.keeper.observe import run_summary as node_journal
 from holdfast.keeper.rpc import messages
 from holdfast.tiers.format import image as image_format
@@ -264,7 +264,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _reply(data: bytes) -> bytes:
-    return metrics._reply(data, lambda: "page")
+    return metrics_port._reply(data, lambda: "page")
 
 
 def _is_answer(data: bytes, value: bytes) -> None:

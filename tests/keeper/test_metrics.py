@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from holdfast.base.events import COUNTERS
 from holdfast.core.model import Level
-from holdfast.keeper.observe.metrics import MAX_CLIENTS, MAX_REQUEST_BYTES, MetricsPort, render
+from holdfast.keeper.observe.metrics import METRICS, PREFIX, render, unit_of
+from holdfast.keeper.observe.metrics_port import MAX_CLIENTS, MAX_REQUEST_BYTES, MetricsPort
 from keeper.rig import reached, rig_in, save_all
 
 NASTY = 'a"b\\nc\nd</script>'  # a backslash before an n is no new line
@@ -64,6 +66,19 @@ def test_the_page_is_what_prometheus_reads_and_names_are_escaped() -> None:
     assert found["holdfast_bad_name_total", ""] == 1
     labels = {s.labels["node"] for family in text_string_to_metric_families(text) for s in family.samples}
     assert labels == {NASTY}
+
+
+def test_every_sample_has_the_labels_that_are_declared_for_it() -> None:
+    run = {"goodput": 0.5, "seconds": {"steps": 1.0}, "incidents": 1, "detection_s": 2.0, "recovery_s": {"T0": 1.0}}
+    families = list(text_string_to_metric_families(render([FACTS | {"run": run}])))
+    gauges = {family.name.removeprefix(PREFIX): family for family in families if family.type == "gauge"}
+    assert set(gauges) == set(METRICS), "each is served, and none that is not declared"
+    for name, family in gauges.items():
+        assert family.documentation == METRICS[name].help
+        assert all(tuple(sample.labels) == ("node", "job", *METRICS[name].labels) for sample in family.samples), name
+    told = {family.name: family.documentation for family in families if family.type == "counter"}
+    assert told["holdfast_storage_read_bytes"] == COUNTERS["storage_read_bytes"]
+    assert (unit_of("holdfast_storage_read_bytes_total"), unit_of("nodes")) == ("bytes", "")
 
 
 def test_several_keepers_make_one_page() -> None:

@@ -18,6 +18,23 @@ logger = logging.getLogger(__name__)
 
 Value = int | float | str | bool | None
 
+# Every counter of the package with its help. The unit stands last in a name, or the counter counts occurrences.
+COUNTERS = {
+    "copy_seconds": "Time in which a trainer copied state into its slot beside the training step.",
+    "copy_seconds_in_waits": "The part of copy_seconds that fell into waits of a pipeline.",
+    "fence_wait_seconds": "Time in which optimizer steps waited for a copy to end.",
+    "late_copied_bytes": "State that was copied after a call to save had returned.",
+    "preloaded_bytes": "State that was read into memory before a rank asked for it.",
+    "relay_fallbacks": "Bundles that another node was to pass on, and that were read from storage instead.",
+    "relay_received_bytes": "State that another node read from storage and passed on.",
+    "replicated_bytes": "State of other nodes that was copied into memory here as replicas.",
+    "save_seconds": "Time in calls to save.",
+    "storage_read_bytes": "State that was read from storage.",
+    "storage_record_read_bytes": "Manifests and other records that were read from storage.",
+    "storage_written_bytes": "State that was written to storage.",
+    "takeovers": "Times at which this node took over what another node was to write.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -57,7 +74,7 @@ class Events:
                     self._handlers = [h for h in self._handlers if h is not handler]
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Adds `amount` to the counter `name` (unit last in the name: `storage_read_bytes`)."""
+        """Adds `amount` to a counter; `COUNTERS` lists its name and says what it counts."""
         with self._lock:
             self._counters[name] = self._counters.get(name, 0) + amount
 

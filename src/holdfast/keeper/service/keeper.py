@@ -23,7 +23,8 @@ from holdfast.keeper.fetch.fetch_chunks import ChunkFetcher
 from holdfast.keeper.fetch.prefetch import Preloader
 from holdfast.keeper.fetch.streaming_relay import IncomingBundles, RelayRequests
 from holdfast.keeper.observe import degraded_notice, keeper_status
-from holdfast.keeper.observe.metrics import MetricsPort, render
+from holdfast.keeper.observe.metrics import render
+from holdfast.keeper.observe.metrics_port import MetricsPort
 from holdfast.keeper.observe.run_summary import NAME as JOURNAL
 from holdfast.keeper.observe.run_summary import RunFacts
 from holdfast.keeper.replication.rate_limit import Pace
