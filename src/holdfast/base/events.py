@@ -20,6 +20,7 @@ Value = int | float | str | bool | None
 
 # Every counter of the package with its help. The unit stands last in a name, or the counter counts occurrences.
 COUNTERS = {
+    "cache_read_bytes": "State that was read from the page cache, where another rank had read it from storage.",
     "copy_seconds": "Time in which a trainer copied state into its slot beside the training step.",
     "copy_seconds_in_waits": "The part of copy_seconds that fell into waits of a pipeline.",
     "fence_wait_seconds": "Time in which optimizer steps waited for a copy to end.",

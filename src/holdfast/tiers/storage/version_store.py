@@ -492,7 +492,10 @@ class Storage:
         """
         where, at = f"{self.where}/{version}/{file.file}", index * image_format.CHUNK_BYTES
         read = self._files.read_into(version, file, chunk, offset=at, cached=cached)
-        self._events.count("cache_read_bytes" if cached else "storage_read_bytes", read)
+        if cached:
+            self._events.count("cache_read_bytes", read)
+        else:
+            self._events.count("storage_read_bytes", read)
         if read < len(chunk):
             image_format.check_length(at + read, file.seal, where)
         if at + read == file.length:
