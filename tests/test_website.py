@@ -22,6 +22,20 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("website.pages")
 
 
+def test_the_page_of_figures_has_a_table_for_each_benchmark_and_none_for_other_results(
+    pages: ModuleType, tmp_path: Path
+) -> None:
+    figures = importlib.import_module("website.figures").figures
+    row = {"metric": "stall_ratio", "value": 0.9, "unit": "", "goal": "<= 1.1"}
+    (tmp_path / "stall.jsonl").write_text(json.dumps({"machine": {"cpu": "X"}}) + "\n" + json.dumps(row) + "\n")
+    (tmp_path / "versions.jsonl").write_text(json.dumps({"row": "torch-2.14", "machine": "x86_64, 2 cores"}) + "\n")
+    made = figures(tmp_path)
+    assert "## stall" in made
+    assert "0.9 of &lt;= 1.1, met" in made
+    assert "versions" not in made
+    assert "`stall_ratio`" in figures(ROOT / "benchmarks" / "results")
+
+
 @pytest.mark.parametrize(
     ("place", "link", "led"),
     [

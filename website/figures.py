@@ -22,11 +22,11 @@ def figures(results: Path) -> str:
     parts = {}
     for path in sorted(results.glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        machine = next((row["machine"] for row in rows if "machine" in row), {})
-        told = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "load")
-        head = ("figure", "value", "goal", "against the goal")
         found = [figure for row in rows for figure in row.get("figures", [row]) if "metric" in figure]
         if found:
+            machine = next((row["machine"] for row in rows if "machine" in row), {})
+            told = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "load")
+            head = ("figure", "value", "goal", "against the goal")
             parts[path.stem] = f"{told}\n\n" + table(head, [_row(row) for row in found])
     text = "Figures of the last full run of each benchmark. [What each means](../project/benchmarks.md)."
     legend = "A bar ends at the value; the line in its middle is the goal. Green meets it, red misses it."
