@@ -66,6 +66,7 @@ HEALTHY: list[Case] = [
     *_alone("an object store that throttles", Way(waits_in=STORE), 100, 850),
     *_alone("time.sleep", Way(waits_in=SLEEP), 10, 100, 850),
     *_alone("recv, flock or waitpid in C", Way(call=CALL), 10, 130, 850),
+    *_alone("flock of a rank that is woken by a look, and gets no processor", Way(call=CALL, flickers="SR"), 130, 850),
     *_alone("recv in a data set of the script's own", Way(call=CALL, phase=D, stands=D), 310, 850),
     *_alone("a call in C of one rank per node", Way(call=CALL), 850, world=8, here=1, stuck=True),
     *_alone("a server in C that waits for work", Way(call=CALL), 5000, world=1),

@@ -126,6 +126,7 @@ class Node:
 def _live(rank: Rank, seconds: float) -> None:
     way, sight = rank.way, rank.sight
     rank.looks += 1
+    state = way.flickers[rank.looks % len(way.flickers)] if way.flickers else way.state
     changed: dict[str, Any] = {
         "busy_s": sight.busy_s + way.busy * seconds,
         "spent_s": sight.spent_s + (way.busy + way.spent) * seconds,
@@ -135,9 +136,9 @@ def _live(rank: Rank, seconds: float) -> None:
         "socket_bytes": None if way.sockets is None else (sight.socket_bytes or 0) + int(way.sockets * seconds),
         "memory_bytes": sight.memory_bytes + int(way.memory * seconds),
         "starved_s": sight.starved_s + way.starved * seconds,
-        "state": way.flickers[rank.looks % len(way.flickers)] if way.flickers else way.state,
+        "state": state,
         "waits_in": way.waits_in if rank.dumps or way.waits_in == "a time that it has set itself" else "",
-        "call": way.call,
+        "call": "" if state == "R" else way.call,  # who is ready to run is in no call
         "device": way.device,
     }
     if way.steps:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.elastic.worker_facts import PERSON, SLEEP
+from holdfast.elastic.watchdog import proc_stats
 from holdfast.elastic.watchdog.proc_stats import ProcessSampler, ProcessStats, is_frozen, vitals
 
 WAIT_S = 30.0
@@ -169,3 +170,16 @@ def test_it_stops_handles_signals_and_is_gone() -> None:
         os.kill(pid, signal.SIGSTOP)
         becomes(pid, lambda seen: seen.state == "T")
     assert vitals(pid) is None
+
+
+def test_who_was_woken_between_two_readings_is_ready_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        read = proc_stats._read
+        deadline = time.monotonic() + WAIT_S
+        while proc_stats.state(process.pid) != "S" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        monkeypatch.setattr(proc_stats, "_read", lambda path: "running\n" if path.endswith("syscall") else read(path))
+        seen = proc_stats.vitals(process.pid)
+        process.kill()
+    assert seen is not None
+    assert (seen.state, seen.call, seen.waits_in) == ("R", "", "")

@@ -399,6 +399,8 @@ class Watch:
     def _judge_quiet(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict:
         """Neither it nor anything that descends from it gives a sign of life."""
         sight, waiters = self._tracks[rank].sight, self._waiters(rank, now_s)
+        if sight.state == "R":  # in what it waited a moment ago is not to be seen
+            return self._wait(rank, "it is ready to run, and waits for a processor")
         patience, why = limit, "it is quiet; it may go on"
         if sight.device:
             patience, why = max(patience, self.mode.device_s), "it may wait for its accelerator"

@@ -22,6 +22,8 @@ from holdfast.elastic.watchdog.worker_interrupt import copies_of_sockets
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 FAMILY_EVERY_S = 0.5
+# What the kernel says instead of a system call of a thread that is in none.
+RUNNING = "running"
 # The part of the launcher's time that may go into counting families, and how much of it at once.
 SHARE, MOST_S = 0.05, 0.02
 # Descriptors are copied to ask for these, so seldom.
@@ -121,6 +123,8 @@ class ProcessSampler:
         rare = self._rare.setdefault(pid, _ExpensiveSample())
         self._look_closer(pid, rare, now_s, ours)
         call, waits_in = _waits_in(pid) if state == "S" else ("", "")
+        if call == RUNNING:  # it was woken between the two readings
+            state, call = "R", ""
         if state == "S" and not call:  # at a lock, for which a thread of its own may be the one that waits
             call = rare.thread_call
         return ProcessStats(
@@ -299,14 +303,17 @@ def _leads_to_device(link: str) -> bool:
 def _waits_in(pid: int) -> tuple[str, str]:
     """Return the system call that its main thread waits in, and what that shows of its own will; empty where it shows nothing.
 
-    A sleep ends by itself, a terminal is a person's. A call of which the kernel does not tell may be any.
+    A sleep ends by itself, a terminal is a person's. A call of which the kernel does not tell may be any. `RUNNING`: it is
+    in none.
     """
     calls = _CALLS.get(os.uname().machine, _Calls())
     try:
         told = _read(f"/proc/{pid}/task/{pid}/syscall").split()
     except OSError:
         return "a system call that the kernel does not tell", ""
-    if told[:1] == ["running"] or int(told[0]) in calls.mute:
+    if told[:1] == [RUNNING]:
+        return RUNNING, ""
+    if int(told[0]) in calls.mute:
         return "", ""
     number, waits_in = int(told[0]), SLEEP if int(told[0]) in calls.sleeps else ""
     if number == calls.read and _is_terminal(pid, int(told[1], 16)):
@@ -326,7 +333,7 @@ def _thread_call(pid: int, ours: int) -> str:
             told = _read(f"/proc/{pid}/task/{thread}/syscall").split()
         except OSError:
             continue  # it ended, or the kernel does not tell
-        if thread in (pid, ours) or told[0] == "running" or int(told[0]) not in calls.outward:
+        if thread in (pid, ours) or told[0] == RUNNING or int(told[0]) not in calls.outward:
             continue
         if not _is_unix_socket(pid, int(told[1], 16)):
             return f"a system call of its own thread {thread} (no. {told[0]} of {os.uname().machine})"
