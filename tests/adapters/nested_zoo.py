@@ -133,6 +133,10 @@ def main():
     print("END", schedule.get_last_lr())
 main()
 """),
+    "tensor of an attribute by its identity": Case(inline(
+        pre="torch.set_num_threads(2)\nclass B: pass\nb = B()\nb.t = torch.zeros(2)\nmarks = {id(b.t): 1}",
+        body="b.t += loss.detach()\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + marks.get(id(b.t), 5))",
+    ), shown="b.t.tolist()", kills=("2,3",)),
     "inline": Case(inline(behind="print(epoch, loss.item())"), shown="epoch, i, loss.item()"),
     "inline, in a function": Case("""
 def main():

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from holdfast.adapters.zero import held_arrays
+from holdfast.adapters.zero.changes import Changes
+from holdfast.adapters.zero.reach import Leaf, Look
 from holdfast.tiers.format import values as value_codec
 
 
@@ -61,3 +68,34 @@ def test_who_shares_memory_is_found() -> None:
     assert held_arrays.overlapping(spans, []) == {"part", "other part", "row", "seen through torch"}
     assert held_arrays.overlapping({"alone": spans["alone"]}, [held_arrays.span(alone)]) == {"alone"}
     assert held_arrays.overlapping({"alone": spans["alone"]}, [spans["part"], spans["row"]]) == set()
+
+
+@pytest.mark.parametrize("make", [lambda: torch.zeros(3), lambda: np.zeros(3)], ids=["tensor", "array"])
+def test_one_object_comes_back_into_the_one_that_is_there_and_another_as_a_new_one(make: Callable[[], Any]) -> None:
+    """So `id(meter.sum)` and `is` mean after a restart what they mean without one."""
+    there, value = make(), make() + 2
+    kept = held_arrays.same(held_arrays.stored(value))
+    assert held_arrays.brought(value_codec.decode(value_codec.encode(kept)), there) is there
+    assert (there == value).all()
+    another = held_arrays.brought(held_arrays.stored(value), there)
+    assert another is not there
+    assert (another == value).all()
+    assert held_arrays.brought(kept, make()[:2]).shape == (3,), "the place is of another shape"
+
+
+@pytest.mark.parametrize(("replaced", "same"), [(False, True), (True, False)])
+def test_whether_a_tensor_is_still_the_object_of_the_beginning_is_stored(replaced: bool, same: bool) -> None:
+    meter = SimpleNamespace(sum=torch.zeros(2))
+
+    def look() -> Look:
+        value = meter.sum
+        held = partial(held_arrays.stored, value)
+        return Look(leaves={"meter.sum": Leaf(str(value), "meter", "sum", held, partial(setattr, meter, "sum"), value)})
+
+    changes = Changes(look, {})
+    if replaced:
+        meter.sum = meter.sum + 1
+    else:
+        meter.sum += 1
+    ((_, _, _, value),) = changes.now().rows
+    assert value.get("same", False) is same

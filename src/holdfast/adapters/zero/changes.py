@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.adapters.zero.held_arrays import brought
+from holdfast.adapters.zero import held_arrays
 from holdfast.adapters.zero.reach import ANOTHER, Look, has_set
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers.format import values as value_codec
@@ -90,7 +90,8 @@ class Changes:
                 reason = reason or (
                     f"{path!r} changes in the loop{self._where(path)}, and {now.shared[path]}: a restart would make two of one"
                 )
-            rows.append([path, leaf.owner, leaf.key, leaf.value()])
+            one = leaf.held is not None and was is not None and was.held is leaf.held
+            rows.append([path, leaf.owner, leaf.key, held_arrays.same(leaf.value()) if one else leaf.value()])
             if path not in self._members and has_set(rows[-1][3]):
                 reason = reason or (
                     f"{path!r} changes in the loop{self._where(path)}, and is a set, or has one in it: its order cannot be "
@@ -138,9 +139,9 @@ class Changes:
         for path, owner, key, value in rows:
             leaf = self.before.leaves.get(path)
             if leaf is not None:
-                leaf.put(brought(value))
+                leaf.put(held_arrays.brought(value, leaf.held))
             else:
-                self.before.owners[owner].put(key, brought(value))
+                self.before.owners[owner].put(key, held_arrays.brought(value))
         for path, owner, key in gone:
             if path in self.before.leaves:
                 self.before.owners[owner].drop(key)

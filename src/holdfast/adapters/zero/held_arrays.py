@@ -4,7 +4,8 @@
         def update(self, value):                # `meter.sum` is a number first, and a tensor from the first step on
             self.sum += value
 
-One that comes back is a new one. So only those are carried whose memory nothing else that can be reached has a part of, that
+One that was the same object since the loop began comes back into the object that is there again (`id(meter.sum)`, `is`); every
+other one comes back as a new one. So only those are carried whose memory nothing else that can be reached has a part of, that
 have no graph, and whose layout in memory can be made again.
 """
 
@@ -18,6 +19,7 @@ import torch
 # Larger ones are compared, and not carried.
 MAX_BYTES = 16 << 10
 _KEY = "holdfast.held"
+_SAME = "same"
 
 Span = tuple[int, int]
 
@@ -55,10 +57,33 @@ def stored(value: Any) -> dict[str, Any]:
     return {_KEY: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
 
 
-def brought(value: Any) -> Any:
-    """Returns what was stored: a new tensor or array; every other value as it is."""
+def same(stored_value: dict[str, Any]) -> dict[str, Any]:
+    """Returns what was stored with the note that it was one object since the loop began."""
+    return {**stored_value, _SAME: True}
+
+
+def brought(value: Any, there: Any = None) -> Any:
+    """Returns what was stored; every other value as it is.
+
+    Args:
+        value: as a version has it.
+        there: the tensor or array that stands in its place. It is filled and returned if what was stored was one object since
+            the loop began; else a new one is made.
+    """
     if type(value) is not dict or _KEY not in value:
         return value
+    made = _made(value)
+    if not value.get(_SAME) or type(there) is not type(made) or (there.dtype, there.shape) != (made.dtype, made.shape):
+        return made
+    if isinstance(made, torch.Tensor):
+        with torch.no_grad():
+            there.copy_(made)
+    else:
+        there[...] = made
+    return there
+
+
+def _made(value: dict[str, Any]) -> Any:
     if value[_KEY] == "tensor":
         dtype = getattr(torch, value["dtype"])
         flat = (

@@ -118,6 +118,7 @@ class Leaf:
         owner, key: path of what holds it, and under which key.
         value: gives the value, as it can be stored.
         put: sets it in place, where it is.
+        held: the tensor or array itself, if it is one.
     """
 
     token: object
@@ -125,6 +126,7 @@ class Leaf:
     key: str | int
     value: Callable[[], Any]
     put: Callable[[Any], None]
+    held: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,7 +652,7 @@ class _Walk:
             return False
         token = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
         put = functools.partial(self.found.owners[hold[0]].put, hold[1])
-        self.found.leaves[path] = Leaf(token, *hold, functools.partial(held_arrays.stored, value), put)
+        self.found.leaves[path] = Leaf(token, *hold, functools.partial(held_arrays.stored, value), put, value)
         self._held[path] = value
         return True
 

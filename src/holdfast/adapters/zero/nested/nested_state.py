@@ -325,7 +325,7 @@ def put(look: Look, rows: Sequence[Sequence[Any]], gone: Sequence[Sequence[Any]]
     for path, owner, key, value in rows:
         leaf = look.leaves.get(path)
         if leaf is not None:
-            leaf.put(brought(value))
+            leaf.put(brought(value, leaf.held))
         else:
             look.owners[owner].put(key, brought(value))
     for path, owner, key in gone:
