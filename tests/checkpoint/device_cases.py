@@ -26,7 +26,7 @@ import torch
 import holdfast
 from holdfast.base.errors import DeviceError, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.checkpoint.capture import bounce_buffers, late_copy_check, mutation_check, side_stream_copy
+from holdfast.checkpoint.capture import block_copies, bounce_buffers, late_copy_check, mutation_check, side_stream_copy
 from holdfast.checkpoint.capture.copy_plan import batches
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
@@ -139,6 +139,87 @@ def what_is_freed_while_it_is_copied_is_copied() -> None:
         assert copy.wait(never)
         assert bool((target == 3).all()), "another tensor's memory was copied"
         assert float(other[0]) == -1
+        assert streams.unpin(20.0)
+
+
+SIZES = [(300, torch.float32)] * 60 + [(2 * MIB, torch.float32)] + [(700, torch.bfloat16)] * 60 + [(1, torch.int8)] * 3
+
+
+@contextmanager
+def neighbours() -> Iterator[tuple[Slot, list[torch.Tensor], list[torch.Tensor]]]:
+    """Tensors side by side in a slot, one of them too large for a block; their sources, two not in order."""
+    whole = sum(size * dtype.itemsize for size, dtype in SIZES)
+    block_copies.BLOCK_BYTES = side_stream_copy.BLOCK_BYTES = 16 << 10  # type: ignore[attr-defined]
+    with slot_of(whole) as (slot, _):
+        memory, targets, at = torch.frombuffer(slot.view, dtype=torch.uint8), [], 0
+        for size, dtype in SIZES:
+            targets.append(memory[at : at + size * dtype.itemsize].view(dtype).view(1, size))
+            at += size * dtype.itemsize
+        sources = [torch.empty(1, size, dtype=dtype, device=place()) for size, dtype in SIZES]
+        for index in (5, 90):
+            targets[index] = targets[index].view(100, -1)
+            sources[index] = torch.empty_strided(targets[index].shape, (1, 100), dtype=SIZES[index][1], device=place())
+        yield slot, targets, sources
+
+
+@case
+def small_neighbours_go_in_few_copies() -> None:
+    streams, kept = SideStreams(), {}
+    with neighbours() as (slot, targets, sources):
+        streams.pin(slot, place())
+        for turn in range(3):
+            for index, source in enumerate(sources):
+                source.fill_((index + turn) % 100)
+            torch.accelerator.synchronize()
+            simulated.set_copy_rate(4 * MIB)
+            before = simulated.counts()["late_copies"]
+            copy = streams.queue(targets, sources, kept)
+            assert simulated.counts()["late_copies"] - before < 20, "neighbours were sent one by one"
+            copy.hold_current_streams()
+            for source in sources:
+                source.fill_(-1)
+            assert copy.wait(never)
+            simulated.set_copy_rate(0)
+            for index, target in enumerate(targets):
+                assert bool((target == (index + turn) % 100).all()), f"tensor {index} has other bytes"
+        kept.clear()
+        assert streams.unpin(20.0)
+
+
+@bug
+def a_block_is_filled_while_it_is_sent() -> None:
+    def queue(self: block_copies.BlockCopies, sources: Any) -> None:
+        other = accelerator.device_of(place().type).new_stream(place())
+        for block in self._blocks:
+            with other:
+                torch._foreach_copy_(block.staged, sources[block.first : block.last])
+            torch.accelerator.current_stream().wait_stream(other)
+            block.target.copy_(block.source, non_blocking=True)
+
+    block_copies.BlockCopies.queue = queue  # type: ignore[method-assign]
+
+
+@case
+def a_full_device_has_no_memory_for_blocks() -> None:
+    streams, kept, empty = SideStreams(), {}, torch.empty
+    asked = []
+
+    def full(*size: Any, **options: Any) -> torch.Tensor:
+        if torch.device(options.get("device") or "cpu").type != "cpu":
+            asked.append(size)
+            raise torch.OutOfMemoryError("full")
+        return empty(*size, **options)
+
+    with neighbours() as (slot, targets, sources):
+        streams.pin(slot, place())
+        torch.empty = full
+        for turn in range(3):
+            for source in sources:
+                source.fill_(turn)
+            assert streams.queue(targets, sources, kept).wait(never)
+            assert all(bool((target == turn).all()) for target in targets)
+        torch.empty = empty
+        assert len(asked) == 1, "a full device is asked at every save"
         assert streams.unpin(20.0)
 
 

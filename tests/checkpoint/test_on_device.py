@@ -21,6 +21,8 @@ TOGETHER = (
     "a_copy_is_the_state_at_the_call_whatever_comes_behind_it",
     "work_before_the_call_is_in_the_copy",
     "what_is_freed_while_it_is_copied_is_copied",
+    "small_neighbours_go_in_few_copies",
+    "a_full_device_has_no_memory_for_blocks",
     "what_was_queued_before_an_error_is_waited_for",
     "a_copy_that_is_interrupted_at_any_line_is_waited_for",
     "the_call_does_not_wait_for_a_copy",
@@ -70,6 +72,7 @@ ALONE = {
 BUGS = {
     "streams_are_not_held": ("a_copy_is_the_state_at_the_call_whatever_comes_behind_it", "torn"),
     "the_side_stream_does_not_wait_for_what_is_queued": ("work_before_the_call_is_in_the_copy", "before the step"),
+    "a_block_is_filled_while_it_is_sent": ("small_neighbours_go_in_few_copies", "has other bytes"),
     "sources_are_not_held": ("what_is_freed_while_it_is_copied_is_copied", "another tensor's memory"),
     "slots_are_not_registered": ("the_call_does_not_wait_for_a_copy", "the call took"),
     "a_bounce_is_not_awaited": ("what_no_driver_registers_goes_through_buffers", "torn"),

@@ -20,6 +20,7 @@ from operator import attrgetter
 import torch
 
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.capture.block_copies import BlockCopies
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, torch_dtype
 from holdfast.checkpoint.state.change_detection import same_objects
 from holdfast.core.layout import bundles as bundle_layout
@@ -270,6 +271,8 @@ class Copies:
 
     Attributes:
         num_bytes: of all targets whose source is in host memory.
+        device_parts: which parts of the plan the targets on devices are.
+        blocks: those on devices that are sent together; worked out when they are first copied.
     """
 
     targets: list[torch.Tensor] = field(default_factory=list)
@@ -277,7 +280,10 @@ class Copies:
     device_targets: list[torch.Tensor] = field(default_factory=list)
     device_sources: list[torch.Tensor] = field(default_factory=list)
     num_bytes: int = 0
+    device_parts: list[int] = field(default_factory=list)
+    blocks: dict[torch.device, BlockCopies] = field(default_factory=dict)
     _sizes: list[int] = field(default_factory=list)
+    _smallest: list[int] | None = None
     _places: dict[int, int] = field(default_factory=dict)
     _dealt: dict[int, _Dealt] = field(default_factory=dict)
 
@@ -300,6 +306,12 @@ class Copies:
             dealt = self._dealt[most] = _deal(self.targets, self.sources, most, self._sizes)
         return dealt.batches
 
+    def smallest(self, most: int) -> list[int]:
+        """Returns the places of the smallest targets of devices, so many at most; worked out once."""
+        if self._smallest is None:
+            self._smallest = sorted(range(len(self.device_targets)), key=lambda at: self.device_targets[at].nbytes)
+        return self._smallest[:most]
+
     @classmethod
     def of(
         cls,
@@ -319,6 +331,7 @@ class Copies:
         for index in chosen if len(on_host) < len(chosen) else ():
             if index not in copies._places:
                 copies._places[index] = len(copies.device_targets)
+                copies.device_parts.append(index)
                 copies.device_targets.append(targets[index])
                 copies.device_sources.append(sources[index])
         return copies

@@ -104,13 +104,14 @@ class WriteCounts:
     writes ahead of the device, and those behind the fence are no fault. Writes past torch's counts are not seen.
 
     Args:
-        tensors: what is copied late from devices, by name.
+        names: of what is copied late from devices.
+        tensors: that, or views of it, which share its counts.
         trust: told of what was written.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], trust: MutationHistory) -> None:
-        self._tensors, self._trust = tensors, trust
-        self._then = list(map(_WRITES, tensors.values()))
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], trust: MutationHistory) -> None:
+        self._names, self._tensors, self._trust = names, tensors, trust
+        self._then = list(map(_WRITES, tensors))
         self._lock = threading.Lock()
         self._found: str | None = None
 
@@ -118,11 +119,11 @@ class WriteCounts:
         """Returns which were written by the time this was called first, as the reason to give the copy up; empty if none."""
         with self._lock:
             if self._found is None:
-                rows = zip(self._tensors, self._then, map(_WRITES, self._tensors.values()), strict=True)
-                names = sorted(name for name, then, now in rows if then != now)
+                rows = zip(self._names, self._then, map(_WRITES, self._tensors), strict=True)
+                names = sorted({name for name, then, now in rows if then != now})
                 self._trust.judge((), names)
                 self._found = f"written while it was copied: {named(names)}" if names else ""
-                self._tensors = {}
+                self._tensors = ()
             return self._found
 
 

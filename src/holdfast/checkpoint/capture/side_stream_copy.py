@@ -21,12 +21,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.capture import copy_plan
+from holdfast.checkpoint.capture.block_copies import BLOCK_BYTES, BlockCopies
 from holdfast.checkpoint.capture.bounce_buffers import BounceBuffers
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.accelerator import device_of
@@ -37,6 +40,7 @@ logger = logging.getLogger(__name__)
 # Events with times, before and behind a copy on its side stream.
 Span: TypeAlias = tuple[torch.Event, torch.Event]
 
+_device, _num_bytes = attrgetter("device"), attrgetter("nbytes")
 # A device puts what does not lie in memory as it is saved in order before it sends it, which takes that much of its memory.
 ORDERED_BYTES = 16 << 20
 # How far a device may be behind its host, by default.
@@ -150,6 +154,7 @@ class SideStreams:
         self._bounces: dict[torch.device, BounceBuffers] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         self._full: set[torch.device] = set()
+        self._block_memory: dict[torch.device, torch.Tensor | None] = {}
         self._registered: dict[int, tuple[int, torch.device]] = {}
         self._unfinished: deque[_Writing] = deque()
 
@@ -167,28 +172,44 @@ class SideStreams:
                 "%s does not register a slot of %d bytes; saves wait for their copies", device, slot.num_bytes
             )
 
-    def queue(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> DeviceCopy:
+    def queue(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        blocks: dict[torch.device, BlockCopies] | None = None,
+    ) -> DeviceCopy:
         """Queues the copies behind everything that the current streams hold now. Into memory that no driver knows they are
         made before it returns (`checkpoint.capture.bounce_buffers`).
+
+        Args:
+            targets: in host memory, in a slot.
+            sources: on devices, of the same shapes.
+            blocks: what was planned for these very targets before, by device; kept here. None: each goes alone.
 
         Raises:
             LevelNotReached: those, and a device hangs or failed, or the job broke off.
         """
-        by_device: dict[torch.device, list[int]] = {}
-        for index, source in enumerate(sources):
-            by_device.setdefault(source.device, []).append(index)
+        devices = list(map(_device, sources))
+        by_device = {device: [i for i, other in enumerate(devices) if other == device] for device in set(devices)}
         spans, all_of_it = [], []
+        held = tuple(sources)
         for device, members in by_device.items():
             interface, stream = device_of(device.type), self._stream(device)
             stream.wait_stream(interface.current_stream(device))
-            pairs = [pair for i in members for pair in _in_order(targets[i], sources[i])]
-            writing = _Writing(stream, tuple(sources))
+            writing = _Writing(stream, held)
             try:
                 self._unfinished.append(writing)
                 with stream, torch.no_grad():
                     began = interface.record(stream)
-                    if not self._is_registered(targets[members[0]]) or not self._is_queued(device, pairs):
-                        as_it_lies = [copy_plan.as_in_memory(targets[i], sources[i]) for i in members]
+                    todo, is_queued = members, self._is_registered(targets[members[0]])
+                    if is_queued and blocks is not None and len(by_device) == 1:
+                        if device not in blocks:
+                            blocks[device] = BlockCopies(targets, partial(self._memory, device))
+                        blocks[device].queue(sources)
+                        todo = blocks[device].others
+                    pairs = [pair for i in todo for pair in _in_order(targets[i], sources[i])]
+                    if not is_queued or not self._is_queued(device, pairs):
+                        as_it_lies = [copy_plan.as_in_memory(targets[i], sources[i]) for i in todo]
                         pairs = [pair for to, of in as_it_lies for pair in _in_order(to, of)]
                         self._bounce(device).copy(stream, pairs)
                     writing.ended = ended = interface.record(stream)
@@ -196,7 +217,7 @@ class SideStreams:
                 writing.queueing = False
             spans.append((began, ended))
             all_of_it.append(writing)
-        copy = DeviceCopy(tuple(spans), tuple(sources), sum(source.nbytes for source in sources))
+        copy = DeviceCopy(tuple(spans), held, sum(map(_num_bytes, targets)))
         for writing in all_of_it:
             writing.sources = ()
         for writing in tuple(self._unfinished):  # the copying thread may be here as well
@@ -233,6 +254,8 @@ class SideStreams:
 
     def _is_queued(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Queues the copies; False: a full device cannot put in order what does not lie in memory as it is saved."""
+        if not pairs:
+            return True
         try:
             torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
         except torch.OutOfMemoryError:
@@ -243,9 +266,17 @@ class SideStreams:
         return True
 
     def _stream(self, device: torch.device) -> torch.Stream:
-        if device not in self._streams:
-            self._streams[device] = device_of(device.type).new_stream(device)
+        if device not in self._streams:  # what fills a block is short, and the step's kernels fill the device
+            self._streams[device] = device_of(device.type).new_stream(device, priority=-1)
         return self._streams[device]
+
+    def _memory(self, device: torch.device) -> torch.Tensor | None:
+        """The memory of a device for blocks, asked for once; None: it has none left. Only its side stream may use it."""
+        if device not in self._block_memory:
+            self._block_memory[device] = None
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._block_memory[device] = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
+        return self._block_memory[device]
 
     def _bounce(self, device: torch.device) -> BounceBuffers:
         if device not in self._bounces:

@@ -53,10 +53,10 @@ class Device:
             return torch.accelerator.current_stream(device)
         return self._module().current_stream(device)  # type: ignore[no-any-return]
 
-    def new_stream(self, device: torch.device) -> torch.Stream:
-        """Returns another stream of `device`."""
+    def new_stream(self, device: torch.device, *, priority: int = 0) -> torch.Stream:
+        """Returns another stream of `device`; its kernels go first if `priority` is below zero."""
         with self.guard(device):
-            return torch.Stream(device=device)
+            return torch.Stream(device=device, priority=priority)
 
     def record(self, stream: torch.Stream) -> torch.Event:
         """Returns an event with a time, recorded behind all that `stream` holds now."""
@@ -103,14 +103,19 @@ class Device:
     def used(self) -> list[torch.device]:
         """Returns the current device of this thread, and the others on which this process has memory; begins none."""
         current = self.current()
-        return [current, *(device for device in self.with_memory() if device.index != current.index)]
+        return [current, *self._with_memory(index for index in range(self.count()) if index != current.index)]
 
     def with_memory(self) -> list[torch.device]:
         """Returns the devices on which this process has memory; begins none. The current one where torch cannot tell."""
-        has_memory = getattr(self._module(), "memory_allocated", None)
-        if has_memory is None:
+        if getattr(self._module(), "memory_allocated", None) is None:
             return [self.current()]
-        return [device for i in range(self.count()) if has_memory(device := torch.device(self.kind, i))]
+        return self._with_memory(range(self.count()))
+
+    def _with_memory(self, indices: Iterable[int]) -> list[torch.device]:
+        """Those of the devices on which this process has memory. Torch counts for long: those without a context are not asked."""
+        has_memory = getattr(self._module(), "memory_allocated", None)
+        devices = [torch.device(self.kind, index) for index in indices if self._has_context(index)]
+        return [device for device in devices if has_memory is not None and has_memory(device)]
 
     def begun(self) -> list[torch.device]:
         """Returns the devices that this process has begun to use: those with its memory, or where it has none the current one."""

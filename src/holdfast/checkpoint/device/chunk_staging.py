@@ -48,7 +48,7 @@ class Staging:
         self._is_pinned = True
         self._streams: dict[torch.device, torch.Stream] = {}
         self._buffers: deque[tuple[torch.Tensor, tuple[torch.Event, ...]]] = deque()
-        self._behind: dict[torch.device, torch.Event] = {}
+        self._in_place: set[torch.device] = set()
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Returns a buffer of so many bytes that no device reads any more.
@@ -64,13 +64,14 @@ class Staging:
 
     def send(self, buffer: torch.Tensor, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Queues the copies from `buffer`, which `take` gave, to the targets."""
-        events = self._queue(targets, sources, is_pinned=self._is_pinned)
+        devices = self._queue(targets, sources, is_pinned=self._is_pinned)
+        events = tuple(device_of(device.type).record(self._streams[device]) for device in devices)
         whole = buffer.new_empty(0).set_(buffer.untyped_storage())
-        self._buffers.append((whole, tuple(events.values())))
+        self._buffers.append((whole, events))
 
     def send_in_place(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Queues the copies from memory that the driver knows (`is_known`), which stays as it is until `close`."""
-        self._behind |= self._queue(targets, sources, is_pinned=True)
+        self._in_place |= self._queue(targets, sources, is_pinned=True)
 
     def close(self) -> None:
         """Waits until the devices have all that was sent.
@@ -78,18 +79,15 @@ class Staging:
         Raises:
             LevelNotReached: a device took nothing for long.
         """
-        _await(tuple(self._behind.values()))
+        _await(tuple(device_of(device.type).record(self._streams[device]) for device in self._in_place))
         while self._buffers:
             _await(self._buffers.popleft()[1])
 
-    def _queue(
-        self, targets: list[torch.Tensor], sources: list[torch.Tensor], *, is_pinned: bool
-    ) -> dict[torch.device, torch.Event]:
-        """Queues copies; returns the event behind those of each device. Parts of host memory are copied when it returns."""
+    def _queue(self, targets: list[torch.Tensor], sources: list[torch.Tensor], *, is_pinned: bool) -> set[torch.device]:
+        """Queues copies; returns the devices whose streams have them. Parts of host memory are copied when it returns."""
         by_device: dict[torch.device, list[int]] = {}
         for index, target in enumerate(targets):
             by_device.setdefault(target.device, []).append(index)
-        events = {}
         with torch.no_grad():
             for index in by_device.pop(torch.device("cpu"), ()):
                 targets[index].copy_(sources[index])
@@ -100,8 +98,7 @@ class Staging:
                 with stream:
                     for index in members:
                         targets[index].copy_(sources[index], non_blocking=is_pinned)
-                    events[device] = device_of(device.type).record(stream)
-        return events
+        return set(by_device)
 
     def _stream(self, device: torch.device) -> torch.Stream:
         if device not in self._streams:

@@ -43,6 +43,8 @@ from holdfast.tiers.storage.unread_chunks import UnreadChunks
 
 # More threads than memory channels do not copy faster.
 MAX_THREADS = 4
+# What a device copies is only hashed here, at some 7 GB/s a thread; more threads wait for the interpreter's lock.
+MAX_THREADS_OF_DEVICE = 8
 # What is copied and then hashed before the next: small enough for a core's own cache, large enough for few calls.
 STEP_BYTES = 512 << 10
 
@@ -83,10 +85,15 @@ class _Chunk:
     image: int
     index: int
     view: memoryview
-    address: int
+    bytes: torch.Tensor
     steps: list[list[_Move]]
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def address(self) -> int:
+        """Return where its bytes are."""
+        return self.bytes.data_ptr()
 
     @property
     def goes_to_device(self) -> bool:
@@ -140,7 +147,8 @@ def fill_with(
     """
     starts = Starts(copy.live.local for rows in copies for copy in rows)
     work = _Work(sources, progress, starts)
-    num_threads = min(MAX_THREADS, usable_cores())
+    to_device = any(not copy.live.local.is_cpu for rows in copies for copy in rows)
+    num_threads = min(MAX_THREADS_OF_DEVICE if to_device else MAX_THREADS, usable_cores())
     unread: list[tuple[UnreadChunks, list[_Chunk]]] = []
     with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-restore") as pool:
         helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
@@ -258,6 +266,9 @@ class _Work:
 def _copy_and_hash(chunk: _Chunk, buffer: torch.Tensor | None) -> str:
     """The digest of the chunk, whose bytes are where they go then; or in the buffer, if there is one."""
     digest = image_format.start_digest()
+    if buffer is None and not any(chunk.steps):  # in one call: each takes the interpreter's lock again
+        digest.update(chunk.view)
+        return digest.hexdigest()
     read = chunk.view if buffer is None else buffer.numpy().data
     at = 0
     for moves in chunk.steps:
@@ -288,7 +299,7 @@ def _check_whole(source: Source, digests: tuple[str, ...], faults: dict[str, Hol
 def _chunks(number: int, source: Source, copies: Sequence[Copy]) -> Iterator[_Chunk]:
     """The chunks of one image in order, each as soon as nothing more can be copied from it: entries lie in order."""
     chunks = {
-        index: _Chunk(number, index, view, as_tensor(view).data_ptr(), [[] for _ in range(0, len(view), STEP_BYTES)])
+        index: _Chunk(number, index, view, as_tensor(view), [[] for _ in range(0, len(view), STEP_BYTES)])
         for index, view in source.chunks
     }
     order = list(chunks)
@@ -308,7 +319,9 @@ def _plan(chunks: Mapping[int, _Chunk], copy: Copy) -> None:
     """One copy, cut where chunks end."""
     entry, box = copy.entry, copy.box
     target = _narrow(copy.live.local, copy.live.shard.extent, box)
-    by_address = box.lengths == entry.shape and _is_plain(target)
+    is_whole = box.lengths == entry.shape and target.is_contiguous()
+    by_address = is_whole and _is_plain(target)
+    flat = target.view(-1) if is_whole and not target.is_cpu else None
     planned = 0
     for index in range(entry.start // CHUNK_BYTES, (entry.end - 1) // CHUNK_BYTES + 1):
         chunk = chunks.get(index)
@@ -319,6 +332,12 @@ def _plan(chunks: Mapping[int, _Chunk], copy: Copy) -> None:
         if by_address:
             _plan_moves(chunk, first - begin, target.data_ptr() + first - entry.start, last - first)
             planned += (last - first) // target.element_size()
+        elif flat is not None and (first - begin) % flat.element_size() == 0:
+            chunk.targets.append(
+                flat[(first - entry.start) // flat.element_size() :][: (last - first) // flat.element_size()]
+            )
+            chunk.sources.append(chunk.bytes[first - begin : last - begin].view(flat.dtype))
+            planned += len(chunk.sources[-1])
         else:
             planned += _plan_boxes(chunk, copy, target, (first, last))
     assert planned == box.num_elements, f"{entry.name}: {planned} of {box.num_elements} elements have a source"

@@ -493,9 +493,8 @@ class Saver:
         now, late = view.assign(taken.gathered.tensors, taken.split)
         parts, sources, targets = view.plan.parts, view.sources, view.targets
         pledged = [LatePiece(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
-        on_device = [i for i in taken.split.late if sources[i].device.type != "cpu"] if late.device_targets else []
-        names = [parts[i].name for i in on_device]
-        counts = WriteCounts({name: taken.gathered.tensors[name].local for name in names}, self._trust)
+        names = [parts[i].name for i in late.device_parts]
+        counts = WriteCounts(names, list(late.device_sources), self._trust)
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         copy_plan.copy_at_once(now, self._num_threads)
         watched = [ImmediatePiece(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
@@ -506,8 +505,8 @@ class Saver:
             job.written = counts.written
             self._events.count("late_copied_bytes", job.num_bytes)
             if late.device_targets:
-                rows = zip(names, late.device_sources, late.device_targets, strict=True)
-                smallest = sorted(rows, key=lambda row: row[1].nbytes)[:NUM_SMALLEST]
+                places = late.smallest(NUM_SMALLEST)
+                smallest = [(names[i], late.device_sources[i], late.device_targets[i]) for i in places]
                 self._last_late = _Late(taken.handle, self.fence.num_steps, smallest)
             self.fence.start(job)
             return
@@ -534,12 +533,12 @@ class Saver:
 
     def _queue(self, now: Copies, late: Copies) -> DeviceCopy | PacedCopy | None:
         """Copies from devices. The current streams wait for what may change at any time; for the rest only the fence."""
-        first = self._streams.queue(now.device_targets, now.device_sources)
+        first = self._streams.queue(now.device_targets, now.device_sources, now.blocks)
         first.hold_current_streams()
         pace = self.fence.pace
         if pace is not None and pace.has_waits and self._config.overlap:
             return self._paced(first, late, pace)
-        both = first + self._streams.queue(late.device_targets, late.device_sources)
+        both = first + self._streams.queue(late.device_targets, late.device_sources, late.blocks)
         if self._config.overlap:
             return both
         until = time.monotonic() + self._config.close_timeout_s
