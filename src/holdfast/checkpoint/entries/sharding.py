@@ -238,7 +238,7 @@ def _end_bytes(local: torch.Tensor) -> int:
     if not local.numel():
         return 0
     last = sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
-    return (local.storage_offset() + last + 1) * local.element_size()
+    return int(local.storage_offset() + last + 1) * local.element_size()
 
 
 def _layout(name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
