@@ -52,7 +52,7 @@ class Pair:
     def __init__(self, home: Path, num_bytes: int, network: dict[str, str]) -> None:
         self.root, topology = str(home / "ck"), Topology(("a", "b"), (0, 1))
         storage = open_storage(self.root, Events())
-        job_id, number = storage.claim(), storage.register_incarnation()
+        job_id, number = storage.claim(), storage.incarnations.register()
         self.number = number
         self.clients: list[KeeperClient] = []
         self._images: list[bytes] = []

@@ -312,13 +312,13 @@ def test_a_restart_on_a_full_disk_comes_back_from_memory(make: Make, tmp_path: P
             if incarnation == 2:
                 again.abandon()
         storage = open_storage(root, Events())
-        assert storage.highest_incarnation() == 1
+        assert storage.incarnations.highest() == 1
         assert storage.versions() == [GOOD]
 
         ballast.unlink()
         assert handle.wait("durable", 40) == holdfast.Level.DURABLE
-        assert storage.highest_incarnation() == 3
-        assert storage.lineage() == {1: None, 2: Version(1, 1), 3: Version(2, 2)}
+        assert storage.incarnations.highest() == 3
+        assert storage.incarnations.lineage() == {1: None, 2: Version(1, 1), 3: Version(2, 2)}
         again.close()
         assert make(root, network(width=512)).restore() == 4
 
@@ -490,7 +490,7 @@ def write_hostile(job: Path, image: bytes) -> Version:
         data = image if number == 0 else (job / str(BAD) / good.bundles[number].file).read_bytes()
         seal = image_format.seal(ref.bundle_id, memoryview(data))
         claim = replace(ref, num_bytes=min(ref.num_bytes, len(data)))
-        files.append(storage.write_bundle(version, claim, seal, memoryview(data), stamp=stamp))
+        files.append(storage.bundles.write(version, claim, seal, memoryview(data), stamp=stamp))
     name, length, digest = storage.write_part(version, 0, files, stamp=stamp)
     storage.commit(
         Manifest(version, good.job_id, good.world_size, good.layout, None, {name: (length, digest)}), stamp=stamp

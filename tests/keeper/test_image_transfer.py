@@ -401,7 +401,7 @@ def wipe_at_random(rig: Rig, trials: int) -> None:
         assert choice is not None
         assert choice.version >= acknowledged
         assert {restored(trainer, facts)[0] for trainer in trainers} == {choice.version}  # every byte compared
-        rig.storage.record_resumed(rig.incarnation, choice.version)
+        rig.storage.incarnations.record_resumed(rig.incarnation, choice.version)
         for trainer in trainers:
             trainer.client.release()
             trainer.client.resume(rig.incarnation, choice.version)

@@ -64,7 +64,7 @@ def test_a_job_that_begins_anew_finds_nothing_of_the_old_one(make_rig: MakeRig, 
     reached(trainers, last, Level.DURABLE)
     assert new.storage.versions() == [last]
     for file in new.storage.manifest(last).bundles:
-        new.storage.verify_bundle(last, file)
+        new.storage.bundles.verify(last, file)
 
 
 def test_versions_of_the_same_name_are_not_taken_for_those_of_the_old_job(make_rig: MakeRig) -> None:

@@ -48,7 +48,7 @@ def test_a_version_is_captured_when_all_ranks_sealed_it_and_durable_when_committ
     with pytest.raises(LevelNotReached, match="durable, not replicated"):  # one does not stand for the other
         first.client.wait(version, Level.REPLICATED, 0.1)
     for file in rig.storage.manifest(version).bundles:
-        rig.storage.verify_bundle(version, file)
+        rig.storage.bundles.verify(version, file)
     by_id = {bundle.bundle_id: bundle for t in (first, second) for bundle in t.bundles}
     for file in rig.storage.manifest(version).bundles:
         stored = (rig.base / "ck" / str(version) / file.file).read_bytes()
@@ -467,7 +467,7 @@ def test_a_higher_incarnation_fences_the_commit_of_a_lower_one(make_rig: MakeRig
     rig = make_rig()
     (trainer,) = rig.start()
     reached([trainer], trainer.save(1, durable=True), Level.DURABLE)
-    rig.storage.register_incarnation()  # somebody else took over
+    rig.storage.incarnations.register()  # somebody else took over
 
     version = trainer.save(2, durable=True)
 

@@ -124,7 +124,7 @@ def test_all_go_back_to_what_all_have_and_nothing_that_is_needed_is_removed(make
             assert set(sources.values()) == {Source.PEER if loses_all and trainer is second else Source.SLOT}
             trainer.client.resume(rig.incarnation, agreed)
         assert stored in rig.storage.versions()
-        rig.storage.verify_bundle(stored, rig.storage.manifest(stored).bundles[0])
+        rig.storage.bundles.verify(stored, rig.storage.manifest(stored).bundles[0])
 
 
 def test_a_replicated_version_is_kept_until_a_newer_one_is_replicated(make_rig: MakeRig) -> None:

@@ -102,10 +102,10 @@ def test_every_byte_is_counted_once_as_it_is_written_and_read(tmp_path: Path) ->
     store, counted = new_store(tmp_path / "root"), list[int]()
     (file, *_) = save(store, V).bundles
     view = memoryview(bytearray(file.length))
-    store.read_bundle_into(V, file, view, counted.append)
+    store.bundles.read_into(V, file, view, counted.append)
     assert sum(counted) == file.length
     counted.clear()
-    store.write_bundle(Version(1, 4), file.ref, file.seal, view, stamp=STAMP, progress=counted.append)
+    store.bundles.write(Version(1, 4), file.ref, file.seal, view, stamp=STAMP, progress=counted.append)
     assert sum(counted) == file.length
     counted.clear()
     backend = local_backend(tmp_path / "other")

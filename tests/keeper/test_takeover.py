@@ -40,7 +40,7 @@ def proven(rig: Rig, version: Version) -> None:
     assert version in rig.storage.versions()
     manifest = rig.storage.manifest(version)
     for file in manifest.bundles:
-        rig.storage.verify_bundle(version, file)
+        rig.storage.bundles.verify(version, file)
     expected = {b.bundle_id: b for rank in range(rig.topology.world_size) for b in rig.trainer_bundles(rank)}
     assert {file.ref.bundle_id for file in manifest.bundles} == set(expected)
     for file in manifest.bundles:

@@ -100,7 +100,7 @@ class Node:
 def node(tmp_path: Path) -> Iterator[Node]:
     storage = open_storage(tmp_path / "root", Events())
     storage.claim()
-    storage.register_incarnation()
+    storage.incarnations.register()
     made = Node(storage)
     yield made
     made.persister.stop()
@@ -158,7 +158,7 @@ def test_a_replica_that_arrives_late_is_pinned_while_written(node: Node) -> None
     assert len(refused) == 1
     assert f"is in use ({V})" in refused[0]
     assert node.written == {"r0", "r1"}
-    node.storage.verify_bundle(V, BundleFile.of(REFS[0], place.seal))
+    node.storage.bundles.verify(V, BundleFile.of(REFS[0], place.seal))
     assert theirs.pins.total() == 0, "it is free again"
     assert node.replicator._reuse(0, V2, NUM_BYTES) is theirs
 

@@ -68,7 +68,7 @@ def stacked(prefix: str, *, timeout_s: float = 10.0) -> Backend:
 def claimed(prefix: str, **options: float) -> Storage:
     store = Storage(stacked(prefix, **options), Events())
     store.claim()
-    store.register_incarnation()
+    store.incarnations.register()
     return store
 
 
@@ -119,9 +119,9 @@ def test_a_version_in_a_bucket_is_written_listed_read_and_retired(server: Server
         save(store, version)
         assert verify(store, version) > 0
     assert store.versions() == [V1, V2]
-    store.pin(V1)
-    assert store.pins() == {V1}
-    store.unpin(V1)
+    store.marks.pin(V1)
+    assert store.marks.pins() == {V1}
+    store.marks.unpin(V1)
     store.retire(V1)
     assert store.versions() == [V2]
     assert store._backend.listing(str(V1)) == []
@@ -132,13 +132,13 @@ def test_a_version_in_a_bucket_is_written_listed_read_and_retired(server: Server
 
 def test_incarnations_fence_in_a_bucket(server: Server, prefix: str) -> None:
     store = claimed(prefix)
-    assert store.register_incarnation() == 2
+    assert store.incarnations.register() == 2
     with pytest.raises(Fenced, match="newer incarnation"):
         save(store, V1)
-    store.record_resumed(2, None)
+    store.incarnations.record_resumed(2, None)
     with pytest.raises(Fenced):
-        store.record_resumed(2, V1)
-    assert store.lineage() == {2: None}
+        store.incarnations.record_resumed(2, V1)
+    assert store.incarnations.lineage() == {2: None}
 
 
 def test_what_is_left_of_an_uncommitted_version_is_discarded(
@@ -190,9 +190,9 @@ def test_a_commit_whose_reply_is_lost_or_conflicts_is_a_commit(server: Server, p
 def test_a_registration_whose_reply_is_lost_takes_some_free_number(server: Server, prefix: str) -> None:
     store = claimed(prefix)
     with server.planned(times(1, "lost", where=lambda request: request.conditional)):
-        number = store.register_incarnation()
+        number = store.incarnations.register()
     assert number in (2, 3)
-    assert store.highest_incarnation() == number
+    assert store.incarnations.highest() == number
 
 
 def test_a_stalled_request_ends_and_is_made_again(server: Server, prefix: str) -> None:
@@ -219,8 +219,8 @@ def test_a_bit_that_flips_on_the_way_is_found_by_the_digest(server: Server, pref
     manifest = save(store, V1)
     with server.planned(times(1, "flip", where=lambda request: request.name.endswith(".safetensors"))):
         with pytest.raises(CorruptError, match="chunk"):
-            store.verify_bundle(V1, manifest.bundles[0])
-    store.verify_bundle(V1, manifest.bundles[0])
+            store.bundles.verify(V1, manifest.bundles[0])
+    store.bundles.verify(V1, manifest.bundles[0])
 
 
 def test_what_fails_for_ever_ends_with_a_reason(server: Server, prefix: str) -> None:

@@ -256,8 +256,8 @@ def test_the_lock_is_in_nobodys_way(tmp_path: Path) -> None:
     """Looking, retiring and claiming go on beside it, and never remove it."""
     store = job(tmp_path / "root")
     store.occupy("a")
-    assert store.register_incarnation() == 1
-    assert (store.versions(), store.unfinished(), store.sweep(1)) == ([], [], [])
+    assert store.incarnations.register() == 1
+    assert (store.versions(), store.unfinished(), store.incarnations.sweep(1)) == ([], [], [])
     assert job(tmp_path / "root").job_id() == store.job_id()
     (tmp_path / "root" / str(Version(1, 1))).mkdir()
     store.discard(Version(1, 1))

@@ -75,8 +75,8 @@ class SingleProcessSource:
         return Catalogue(heads, world_size=manifest.world_size, random=())
 
     def _head(self, version: Version, file: BundleFile) -> BundleHeader:
-        image = self._storage.image(version, file)
-        raw = self._storage.read_entry(version, file, image.values) if image.values is not None else b""
+        image = self._storage.bundles.image(version, file)
+        raw = self._storage.bundles.read_entry(version, file, image.values) if image.values is not None else b""
         values = value_codec.decode(raw, where=file.file) if raw else {}
         return BundleHeader(file.ref, file.seal, image, values)
 
@@ -100,7 +100,7 @@ class SingleProcessSource:
 
     def _entry(self, place: Place) -> torch.Tensor:
         assert self._version is not None
-        raw = bytearray(self._storage.read_entry(self._version, self._files[place.bundle_id], place.entry))
+        raw = bytearray(self._storage.bundles.read_entry(self._version, self._files[place.bundle_id], place.entry))
         flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
         return flat.view(torch_dtype(place.entry.dtype)).view(place.entry.shape)
 

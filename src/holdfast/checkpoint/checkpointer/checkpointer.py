@@ -390,13 +390,13 @@ class Checkpointer:
         """
         named = as_version(version)
         assert named is not None
-        self._storage.pin(named)
+        self._storage.marks.pin(named)
 
     def unpin(self, version: Version | str) -> None:
         """Takes a pin away; the next commit may remove the version."""
         named = as_version(version)
         assert named is not None
-        self._storage.unpin(named)
+        self._storage.marks.unpin(named)
 
     def keeper_status(self) -> dict[str, Any]:
         """Return what the keeper of this node says about itself, as `holdfast status --json` shows it.

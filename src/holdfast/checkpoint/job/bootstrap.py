@@ -57,7 +57,7 @@ class VersionOverride:
     def record(self, storage: Storage, incarnation: int, resumed: Version | None) -> None:
         """Records that it was fulfilled, if it was. Rank 0, right before what was resumed from is recorded."""
         if self.ends or (self.version is not None and self.version == resumed):
-            storage.record_wished(incarnation, self.version)
+            storage.incarnations.record_wished(incarnation, self.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,16 +294,16 @@ def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str, wish: s
     it is registered before anything of it is committed (`tiers.storage.incarnations.enlist`).
     """
     highest, known = seen
-    lineage = {**known, **storage.lineage()}
+    lineage = {**known, **storage.incarnations.lineage()}
     back, ends = _wish(storage, wish)
     try:
         if trouble:
             raise StorageFull(trouble, where=storage.where, remedy="free space")
-        number = storage.register_incarnation(above=highest)
+        number = storage.incarnations.register(above=highest)
     except StorageFull as error:
         if not highest:
             raise
-        number = max(highest, storage.highest_incarnation()) + 1
+        number = max(highest, storage.incarnations.highest()) + 1
         logger.warning(
             "incarnation %d cannot be registered yet (%s): the job comes back from memory, and nothing becomes durable "
             "until there is space",
@@ -328,10 +328,10 @@ def _wish(storage: Storage, text: str) -> tuple[str, bool]:
         return "", False
     if text == NO_WISH:
         try:
-            return "", storage.fulfilled() is not None
+            return "", storage.incarnations.fulfilled() is not None
         except CorruptError:
             return "", True
-    done = storage.fulfilled()
+    done = storage.incarnations.fulfilled()
     if done is None or str(done[1]) != text:
         return text, False
     logger.warning(

@@ -388,7 +388,7 @@ class Restorer:
         found = [fetch for fetch in fetches if shared_reading.is_read_together(fetch, node_of) and fetch.file]
         if not found or self._node_directory is None:
             return []
-        if not self._storage.has_page_cache(choice.version, found[0].file):
+        if not self._storage.bundles.has_page_cache(choice.version, found[0].file):
             return []
         sizes = shared_reading.chunks_of_all(choice.seals, image_format.CHUNK_BYTES)
         plan = shared_reading.plan_reading(rank, node_of, sizes)
@@ -434,7 +434,7 @@ class Restorer:
         wish = self._job.wish
         try:
             wish.record(self._storage, incarnation, version)
-            self._storage.record_resumed(incarnation, version, self._job.lineage.resumed)
+            self._storage.incarnations.record_resumed(incarnation, version, self._job.lineage.resumed)
         except StorageFull as error:
             if version is None or wish.version is not None:  # nothing would be lost by stopping here
                 raise

@@ -100,11 +100,11 @@ def content_of(storage: Storage, manifest: Manifest, *, only: str = "") -> Conte
     pieces: dict[str, list[Piece]] = defaultdict(list)
     found: dict[str, Any] = {}
     for file in manifest.bundles:
-        image = storage.image(manifest.version, file)
+        image = storage.bundles.image(manifest.version, file)
         for entry in image.entries:
             pieces[entry.name].append(Piece(file, entry))
         if image.values is not None:
-            raw = storage.read_entry(manifest.version, file, image.values)
+            raw = storage.bundles.read_entry(manifest.version, file, image.values)
             for name, value in value_codec.decode(raw, where=file.file).items():
                 found.setdefault(name, value)
     renamed: dict[str, str | None] = {}  # None: another name holds the same
@@ -164,7 +164,7 @@ def _digest(storage: Storage, version: Version, pieces: Sequence[Piece]) -> str:
         for chunk in range(entry.start // CHUNK_BYTES, -(-entry.end // CHUNK_BYTES)):
             begin = chunk * CHUNK_BYTES
             view = buffer[: min(CHUNK_BYTES, piece.file.length - begin)]
-            storage.read_chunks_into(version, piece.file, chunk, view)
+            storage.bundles.read_chunks_into(version, piece.file, chunk, view)
             state.update(view[max(0, entry.start - begin) : entry.end - begin])
     return state.hexdigest()
 
@@ -242,7 +242,7 @@ def write_merged(storage: Storage, content: Content, fd: int, progress: Callable
         for file, copies in _by_file(content).items():
             for chunk in sorted(copies):
                 view = buffer[: min(CHUNK_BYTES, file.length - chunk * CHUNK_BYTES)]
-                storage.read_chunks_into(content.version, file, chunk, view)
+                storage.bundles.read_chunks_into(content.version, file, chunk, view)
                 for copy in copies[chunk]:
                     _put(fd, len(header), copy, view, chunk * CHUNK_BYTES)
                 progress(len(view))

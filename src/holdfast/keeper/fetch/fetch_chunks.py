@@ -203,7 +203,7 @@ class _Places:
         if file.digest != fetch.seal.digest:
             where = f"{storage.where}/{version}/{file.file}"
             raise CorruptError("the manifest's copy is not the one that was agreed on", where=where)
-        storage.read_chunks_into(version, file, first, view, progress)
+        storage.bundles.read_chunks_into(version, file, first, view, progress)
         return file.seal
 
     def _from_peer(

@@ -126,7 +126,7 @@ class Sources:
         self._known(spot, file.seal, where)
         proof = _Proof(view, file.seal, where, lambda count: self._proved(spot, count))
         proof.done = spot.landing.ready if spot.landing is not None else 0  # what a failed relay already brought
-        storage.read_bundle_into(version, file, view, proof.arrived)
+        storage.bundles.read_into(version, file, view, proof.arrived)
         image_format.check_digest(tuple(proof.digests), file.seal, where)
         return file.seal
 

@@ -223,7 +223,7 @@ class Persister:
                 held, place = places[ref.bundle_id]
                 view = held.slot.view[place.offset : place.offset + place.seal.length]
                 try:
-                    files.append(storage.write_bundle(version, ref, place.seal, view, stamp=stamp, progress=progress))
+                    files.append(storage.bundles.write(version, ref, place.seal, view, stamp=stamp, progress=progress))
                 except CorruptError as error:
                     self._condemn_if_bad(version, held, place, error.what)
                     raise

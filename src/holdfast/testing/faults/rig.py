@@ -186,19 +186,19 @@ class Rig:
 
     def next_incarnation(self, resumed: Version | None = None) -> int:
         """A new incarnation that resumes from `resumed`."""
-        self.incarnation = self.storage.register_incarnation()
-        self.storage.record_resumed(self.incarnation, resumed)
+        self.incarnation = self.storage.incarnations.register()
+        self.storage.incarnations.record_resumed(self.incarnation, resumed)
         self.resumed = resumed
         return self.incarnation
 
     def next_incarnation_open(self) -> int:
         """A new incarnation; what it resumes from is not known yet."""
-        self.incarnation = self.storage.register_incarnation()
+        self.incarnation = self.storage.incarnations.register()
         return self.incarnation
 
     def assembly(self) -> Assembly:
         """Return what the ranks tell their keepers."""
-        lineage = tuple((n, v) for n, v in self.storage.lineage().items() if n < self.incarnation)
+        lineage = tuple((n, v) for n, v in self.storage.incarnations.lineage().items() if n < self.incarnation)
         addresses = tuple(self.address(node) for node in range(len(self.labels)))
         return Assembly(self.incarnation, self.root, self.job_id, self.topology, addresses, lineage=lineage)
 
