@@ -22,7 +22,8 @@ from holdfast.core.model import Seal, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.fetch.fetch_bundles import PIN, PresentBundle, copy_here
 from holdfast.keeper.replication.image_transfer import PeerReader, require
-from holdfast.keeper.slots.keeper_state import NodeState, greeting
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.node_report import greeting
 from holdfast.keeper.slots.progress import RESTORING, Activities
 from holdfast.keeper.slots.slot_pool import HeldSlot, PieceOf
 from holdfast.keeper.storage.lazy_storage import LazyStorage

@@ -19,7 +19,8 @@ from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.fetch.streaming_relay import IncomingBundle, IncomingBundles
 from holdfast.keeper.replication.image_transfer import PeerReader, require
 from holdfast.keeper.rpc.messages import Assembly
-from holdfast.keeper.slots.keeper_state import NodeState, greeting
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.node_report import greeting
 from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.manifest import BundleFile

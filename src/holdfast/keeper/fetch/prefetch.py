@@ -207,7 +207,7 @@ class Preloader:
             if not places:
                 held.clear()
             held.unpin(PRELOADING)
-            self._state.slot_pool.collect(self._state.is_free)
+            self._state.slot_pool.collect(self._state.guard.is_free)
         self._lazy_storage.events.count("preloaded_bytes", size)
 
     def _make_room(self) -> bool:

@@ -48,6 +48,7 @@ from holdfast.keeper.service.peer_requests import PeerRequests
 from holdfast.keeper.service.save_requests import SaveRequests
 from holdfast.keeper.slots.idle_windows import Windows
 from holdfast.keeper.slots.keeper_state import NodeState, StateCallbacks
+from holdfast.keeper.slots.node_report import descent
 from holdfast.keeper.slots.progress import Activities
 from holdfast.keeper.slots.sealer import Sealer
 from holdfast.keeper.slots.sessions import Trainer, Trainers
@@ -181,7 +182,7 @@ class Keeper:
         try:
             return MetricsPort(port, lambda: render([self._status()])) if port else None
         except OSError as error:
-            self._state.alarm("metrics", f"port {port} for metrics cannot be had: {error.strerror}")
+            self._state.alarms.warn("metrics", f"port {port} for metrics cannot be had: {error.strerror}")
             return None
 
     def stop(self) -> None:
@@ -217,7 +218,7 @@ class Keeper:
             connection.hello = hello
         else:
             raise KeeperError(f"{hello.role[:64]!r} is not a role")
-        place, (job_id, lineage) = self._options.place, self._state.descent()
+        place, (job_id, lineage) = self._options.place, descent(self._state)
         return Welcome(
             node=place.node,
             pid=os.getpid(),
