@@ -132,7 +132,7 @@ def _all(threads: list[threading.Thread]) -> None:
 def end(clients: list[KeeperClient], places: list[RuntimePaths]) -> None:
     """Ends the keepers and waits until they have cleared away."""
     for client in clients:
-        pid = client.pid
+        pid = client.welcome.pid
         client.close()
         os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + TIMEOUT_S

@@ -27,7 +27,7 @@ def test_a_keeper_that_had_no_descriptors_left_makes_its_replica_when_it_has(mak
     with without_descriptors(pid):
         version = save_all(trainers, 1)
         reached(trainers, version, Level.CAPTURED)
-        eventually(lambda: any("Too many open files" in alarm for alarm in trainers[1].client.alarms))
+        eventually(lambda: any("Too many open files" in alarm for alarm in trainers[1].client.announced.alarms))
     reached(trainers, version, Level.REPLICATED)
     reached(trainers, save_all(trainers, 2), Level.REPLICATED)
 

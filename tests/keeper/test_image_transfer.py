@@ -425,7 +425,7 @@ def save_until_killed(rig: Rig, trainers: list[Trainer], step: int, chance: rand
         killer.join()
     newest = max(
         (v for v in [Version(rig.incarnation, s) for s in range(step + 1)] for t in trainers
-         if t.client.level(v)[0] >= Level.REPLICATED),
+         if t.client.announced.level(v)[0] >= Level.REPLICATED),
         default=Version(0, 0),
     )  # fmt: skip
     return newest, step

@@ -456,7 +456,7 @@ def test_keepers_write_and_read_encrypted_versions(tmp_path: Path, key_file: Pat
         found = rig.storage.manifest(version)
         assert all(file.key_id for file in found.bundles)
         saved = {item.seal.digest for item in found.bundles}
-        arguments = Path(f"/proc/{trainers[0].client.pid}/cmdline").read_bytes()
+        arguments = Path(f"/proc/{trainers[0].client.welcome.pid}/cmdline").read_bytes()
         assert SECRET.hex().encode() not in arguments
     fresh = tmp_path / "again"
     fresh.mkdir()

@@ -230,7 +230,7 @@ def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
 
 def _addresses(group: Ranks, topology: Topology, link: KeeperLink) -> tuple[str, ...]:
     """Return where the keepers find each other; each knows its own address, its port being the kernel's choice."""
-    rows = collectives.gather_json(group, [link.require().address, machine()])
+    rows = collectives.gather_json(group, [link.require().welcome.address, machine()])
     firsts = [rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes))]
     deaf = [node for node, (address, _) in enumerate(firsts) if not address.startswith("tcp:")]
     if group.rank == 0 and deaf and len({machine for _, machine in firsts}) > 1:
@@ -277,7 +277,8 @@ def _occupy(storage: Storage, run_id: str, *, known: str, required: bool) -> byt
 
 def _seen(group: Ranks, job_id: str, link: KeeperLink) -> tuple[int, Resumed]:
     """The highest incarnation that any keeper has seen, and what they know of the lineage."""
-    own, known = link.client.seen(job_id) if link.client is not None else (0, ())
+    welcome = link.client.welcome if link.client is not None else None
+    own, known = (welcome.incarnation, welcome.lineage) if welcome and welcome.job_id == job_id else (0, ())
     last = link.assembly
     if last is not None and last.job_id == job_id:  # a second restore in this process
         own = max(own, last.incarnation)

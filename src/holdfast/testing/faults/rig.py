@@ -28,6 +28,7 @@ from holdfast.elastic.watchdog.proc_stats import state
 from holdfast.keeper.rpc.client import Assembly, ImageSpan, KeeperClient, Slot
 from holdfast.keeper.rpc.paths import RuntimePaths, place_of
 from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.keeper.rpc.viewer import KeeperViewer
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.storage.version_store import open_storage
@@ -143,25 +144,25 @@ class Rig:
 
     def pid_of(self, place: RuntimePaths) -> int:
         """Process id of the keeper there."""
-        viewer = KeeperClient.connect(place.socket, job=place.job)
+        viewer = KeeperViewer.connect(place.socket, job=place.job)
         try:
-            return viewer.pid
+            return viewer.welcome.pid
         finally:
             viewer.close()
 
     def address(self, node: int) -> str:
         """Return where other nodes find the keeper."""
         place = self.keeper(node)
-        viewer = KeeperClient.connect(place.socket, job=place.job)
+        viewer = KeeperViewer.connect(place.socket, job=place.job)
         try:
-            return viewer.address
+            return viewer.welcome.address
         finally:
             viewer.close()
 
     def status(self, node: int) -> dict[str, Any]:
         """The status page of the node's keeper."""
         place = self.keeper(node)
-        viewer = KeeperClient.connect(place.socket, job=place.job)
+        viewer = KeeperViewer.connect(place.socket, job=place.job)
         try:
             return viewer.status()
         finally:
@@ -173,7 +174,7 @@ class Rig:
         for node, label in enumerate(self.labels):
             place = place_of(self.root, self.config_of(node))
             try:
-                with contextlib.closing(KeeperClient.connect(place.socket, job=place.job)) as viewer:
+                with contextlib.closing(KeeperViewer.connect(place.socket, job=place.job)) as viewer:
                     kept = viewer.status()["replicas"]
             except HoldfastError as error:
                 found.append(f"{label}: {error.what}")
@@ -313,7 +314,7 @@ def reached(trainers: Sequence[Trainer], version: Version, level: Level, timeout
     """Waits until every rank heard that `version` reached `level`; else says which node keeps its copies of whom."""
     for trainer in trainers:
         try:
-            heard = trainer.client.wait(version, level, timeout_s)
+            heard = trainer.client.announced.wait(version, level, timeout_s)
         except LevelNotReached as error:
             raise LevelNotReached(f"rank {trainer.rank}: {error.what}; {trainer.rig.replicas(version)}") from error
         if heard < level:
