@@ -127,7 +127,25 @@ class Keeper:
         pace = Pace(options.network.bandwidth)
         self._peers = PeerRequests(self._state, lambda: self._coordinator_client.coordinator, pace, self._sending)
         self._preloader = Preloader(self._state, lazy_storage, self._activities, self._peers.survey)
-        self._operations = Operations(
+        self._operations = self._connected(lazy_storage, reserve, incoming)
+        place.socket.unlink(missing_ok=True)  # of a keeper that was killed; we hold the lock, so nobody listens there
+        self._door = open_door(options.network, place)
+        self._state.security = self._door.credentials if self._door else None
+        self._server = Server(place.socket, self, self._door)
+
+    def _connected(self, lazy_storage: LazyStorage, reserve: SlotAllocator, incoming: IncomingBundles) -> Operations:
+        """Tells the state who carries out what follows from a fact; returns what clients may ask of the parts."""
+        self._state.callbacks = StateCallbacks(
+            report=self._coordinator_client.report,
+            push=self._trainers.push,
+            replicate=self._replicator.put,
+            writing=self._failover.hear,
+            began=self._failover.begin,
+            examine=self._examiner.put,
+            follow=self._coordinator_client.follow,
+            changed=self._wake,
+        )
+        return Operations(
             Parts(
                 state=self._state,
                 lazy_storage=lazy_storage,
@@ -145,20 +163,6 @@ class Keeper:
                 status=self._status,
             )
         )
-        self._state.callbacks = StateCallbacks(
-            report=self._coordinator_client.report,
-            push=self._trainers.push,
-            replicate=self._replicator.put,
-            writing=self._failover.hear,
-            began=self._failover.begin,
-            examine=self._examiner.put,
-            follow=self._coordinator_client.follow,
-            changed=self._wake,
-        )
-        place.socket.unlink(missing_ok=True)  # of a keeper that was killed; we hold the lock, so nobody listens there
-        self._door = open_door(options.network, place)
-        self._state.security = self._door.credentials if self._door else None
-        self._server = Server(place.socket, self, self._door)
 
     def observe(self, handler: Handler) -> None:
         """Calls `handler` for everything that happens here from now on."""

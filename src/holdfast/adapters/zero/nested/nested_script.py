@@ -139,7 +139,6 @@ def find_nested(source: str) -> Nest | str:
     inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
     kept = [loop for loop in loops if isinstance(loop, ast.For)]
     sites = [_site(tree, calls, known, number, loop, inner[number]) for number, loop in enumerate(kept)]
-    retains = any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in ast.walk(tree))
     words = {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for node in ast.walk(tree)
@@ -153,27 +152,24 @@ def find_nested(source: str) -> Nest | str:
     used = {name for part in (*kept, *functions) for name in loaded([part])}
     heads = [node for loop in kept for node in ast.walk(loop.iter)]
     bounds = {ast.unparse(node) for node in heads if isinstance(node, ast.Attribute | ast.Name)}
-    members = frozenset(only_members(tree))
-    pops = any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree))
-    clocked = clock_names(tree)
-    by_hand = any(_is_by_hand(calls.inside(loop)) for loop in kept)
-    for loop, site in zip(kept, sites, strict=True):
-        _rewrite(tree, loop, site)
-    ast.fix_missing_locations(tree)
-    return Nest(
+    nest = Nest(
         tree,
         tuple(sites),
         used=frozenset(used - {HOOK}),
-        members=members,
-        pops=pops,
+        members=frozenset(only_members(tree)),
+        pops=any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree)),
         reads_clock=bool(words & CLOCKS),
-        clocked=clocked,
+        clocked=clock_names(tree),
         reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
-        retains=retains,
-        by_hand=by_hand,
+        retains=any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in ast.walk(tree)),
+        by_hand=any(_is_by_hand(calls.inside(loop)) for loop in kept),
         lines=tuple(sorted(lines.items())),
     )
+    for loop, site in zip(kept, sites, strict=True):  # last: all else is of the script as it is written
+        _rewrite(tree, loop, site)
+    ast.fix_missing_locations(tree)
+    return nest
 
 
 class _Turns(ast.NodeTransformer):
