@@ -394,7 +394,7 @@ def wipe_at_random(rig: Rig, trials: int) -> None:
         acknowledged, step = save_until_killed(rig, trainers, step, chance)
         for trainer in trainers:
             trainer.client.close()
-        rig.next_incarnation_open()
+        rig.incarnation = rig.storage.incarnations.register()  # what it resumes from is not known yet
         trainers = [reborn(rig, rank) for rank in range(rig.topology.world_size)]
         facts = facts_of(rig, trainers[0].client.inventory())
         choice = choose_version(facts).value

@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +192,6 @@ class Rig:
         self.resumed = resumed
         return self.incarnation
 
-    def next_incarnation_open(self) -> int:
-        """A new incarnation; what it resumes from is not known yet."""
-        self.incarnation = self.storage.incarnations.register()
-        return self.incarnation
-
     def assembly(self) -> Assembly:
         """Return what the ranks tell their keepers."""
         lineage = tuple((n, v) for n, v in self.storage.incarnations.lineage().items() if n < self.incarnation)
@@ -337,22 +332,3 @@ def image_of(bundle: Bundle, step: int, salt: int = 0) -> bytes:
     plan = image_format.plan_image(bundle, 0)
     seed = sum(bundle.bundle_id.encode()) + step + salt
     return plan.header + bytes([seed % 251]) * (plan.length - len(plan.header))
-
-
-def eventually(check: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    """Polls a fact that only shows from outside (a file, a process, a status page) until it holds."""
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        if time.monotonic() >= deadline:
-            raise AssertionError("it did not happen in time")
-        time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def rig_in(base: Path, **options: Any) -> Iterator[Rig]:
-    """A rig whose processes end with the block."""
-    rig = Rig(base, **options)
-    try:
-        yield rig
-    finally:
-        rig.close()

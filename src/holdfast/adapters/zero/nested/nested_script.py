@@ -29,6 +29,7 @@ from holdfast.adapters.zero.script import (
     only_members,
     only_numbers,
     read_by_text,
+    scope_of,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
 from holdfast.checkpoint.usage.clock_names import clock_names
@@ -208,7 +209,7 @@ def _why_not(tree: ast.Module, loop: ast.For | ast.While) -> str:
         return f"the loop of line {loop.lineno} has an else"
     if not all(isinstance(node, ast.Name) for node in _targets(loop.target)):
         return f"the loop of line {loop.lineno} does not set plain names"
-    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(_scope_of(tree, loop))):
+    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(scope_of(tree, loop))):
         return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
     return ""
 
@@ -227,14 +228,6 @@ def _target(node: ast.expr) -> Any:
     if isinstance(node, ast.Tuple | ast.List):
         return tuple(_target(part) for part in node.elts if not isinstance(part, ast.Starred))
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
-    found: Scope = tree
-    for node in ast.walk(tree):
-        if isinstance(node, Function) and any(inner is loop for inner in ast.walk(node)):
-            found = node  # ast.walk goes from the outside in
-    return found
 
 
 def _is_by_hand(nodes: Sequence[ast.AST]) -> bool:
@@ -340,7 +333,7 @@ def _site(
     loop: ast.For,
     inner: Sequence[ast.For | ast.While],
 ) -> Site:
-    scope = _scope_of(tree, loop)
+    scope = scope_of(tree, loop)
     targets = stored([loop.target])
     sets = stored(loop.body) | targets
     outside = (loaded(scope.body, without=loop) - _set_by_with(scope, loop)) | {
