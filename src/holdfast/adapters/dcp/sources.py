@@ -89,7 +89,7 @@ class SingleProcessSource:
         assert self._version is not None
         last: tuple[Place | None, torch.Tensor] = (None, torch.empty(0, device="cpu"))
         for live, places in wanted:
-            parts = reshard.cover(live.shard.extent, [place.extent for place in places])
+            parts = reshard.cover(live.shard.extent, [place.entry.extent for place in places])
             if parts is None:
                 raise CorruptError("parts of the tensor are missing", where=live.shard.name)
             for part in parts:
@@ -202,7 +202,7 @@ def _copy_box(live: LiveTensor, box: Extent, place: Place, entry: torch.Tensor) 
     into, out_of = live.local, entry
     for dim, (first, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
         into = into.narrow(dim, first - live.shard.extent.offsets[dim], length)
-        out_of = out_of.narrow(dim, first - place.extent.offsets[dim], length)
+        out_of = out_of.narrow(dim, first - place.entry.extent.offsets[dim], length)
     with torch.no_grad():
         into.copy_(out_of)
 

@@ -21,7 +21,7 @@ from holdfast.base.errors import CorruptError, HoldfastError, UsageError, Versio
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.core.layout.k_copies import share_table
-from holdfast.core.model import Extent, Shard
+from holdfast.core.model import Shard
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format import values as value_codec
 from holdfast.tiers.format.image import Entry
@@ -161,7 +161,7 @@ def _take(data: bytes, shards: Mapping[str, Shard], where: str) -> tuple[list[En
     entries = [entry for entry in image.entries if entry.name in shards]
     for entry in entries:
         shard = shards[entry.name]
-        is_it = (entry.dtype, entry.global_shape, Extent(entry.offsets, entry.shape))
+        is_it = (entry.dtype, entry.global_shape, entry.extent)
         if is_it != (shard.dtype, shard.global_shape, shard.extent):
             raise CorruptError(f"{entry.name} in it is another slice", where=where)
     if len(entries) != len(shards) or image.values is None:

@@ -40,7 +40,7 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.peer_restore import LiveFill
 from holdfast.checkpoint.survivors.survivor_state import remains
 from holdfast.core.layout import reshard
-from holdfast.core.model import BundleRef, Extent, Version
+from holdfast.core.model import BundleRef, Version
 from holdfast.core.recovery import shared_reading, version_choice
 from holdfast.core.recovery.version_choice import Choice, Fetch
 from holdfast.keeper.rpc.client import Located
@@ -518,9 +518,7 @@ def _saved(sources: Iterable[Source]) -> dict[str, SavedTensor]:
     for source in sources:
         for entry in source.image.entries:
             pieces = found[entry.name].pieces if entry.name in found else ()
-            found[entry.name] = SavedTensor(
-                entry.dtype, entry.global_shape, (*pieces, Extent(entry.offsets, entry.shape))
-            )
+            found[entry.name] = SavedTensor(entry.dtype, entry.global_shape, (*pieces, entry.extent))
     return found
 
 
