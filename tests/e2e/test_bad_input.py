@@ -51,7 +51,8 @@ from holdfast.core.model import Version
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
-from holdfast.tiers.storage.version_store import Storage, open_storage
+from holdfast.tiers.storage.run_lock import RunLock
+from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import wait_ended
 from kit.hostile_images import HOSTILE
 from kit.manifest_edits import rewrite
@@ -396,7 +397,7 @@ def test_a_second_job_on_the_same_path(make: Make, tmp_path: Path, monkeypatch: 
         assert first.stdin is not None
         try:
             assert first.stdout.readline() == "trains\n"
-            monkeypatch.setattr(Storage, "occupy", partialmethod(Storage.occupy, timeout_s=0.2))
+            monkeypatch.setattr(RunLock, "take", partialmethod(RunLock.take, timeout_s=0.2))
             for run_id in ("default", "other"):
                 with refused(InUse, code="HF600", place=root / "run.lock", remedy="another path") as problem:
                     make(root, run_id=run_id).restore()

@@ -342,28 +342,28 @@ def test_a_listing_that_is_not_found_is_not_an_empty_one(
 def test_a_second_job_on_a_prefix_is_refused_and_told_by_whom(server: Server, prefix: str) -> None:
     first, second = (Storage(stacked(prefix), Events()) for _ in range(2))
     first.claim()
-    first.occupy("first")
-    first.occupy("first", timeout_s=0.1)  # again is fine
+    first.run_lock.take("first")
+    first.run_lock.take("first", timeout_s=0.1)  # again is fine
     with pytest.raises(InUse, match=f"process {os.getpid()} .*'first'"):
-        second.occupy("second", timeout_s=0.1)
-    first.leave()
-    second.occupy("second", timeout_s=0.1)
-    second.leave()
+        second.run_lock.take("second", timeout_s=0.1)
+    first.run_lock.release()
+    second.run_lock.take("second", timeout_s=0.1)
+    second.run_lock.release()
 
 
 def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over(server: Server, prefix: str) -> None:
     code = (
         "import sys; from holdfast.base.events import Events; from holdfast.tiers.storage.version_store import open_storage\n"
-        "store = open_storage(sys.argv[1], Events()); store.claim(); store.occupy('dead'); import os; os._exit(1)"
+        "store = open_storage(sys.argv[1], Events()); store.claim(); store.run_lock.take('dead'); import os; os._exit(1)"
     )
     url = f"s3://{BUCKET}/{prefix}"
     assert subprocess.run([sys.executable, "-c", code, url], timeout=60).returncode == 1
     store = open_storage(url, Events())
     store.claim()
     assert [name for name, _ in store._backend.listing(LOCKS)] == ["000001"]
-    store.occupy("next", timeout_s=5)
+    store.run_lock.take("next", timeout_s=5)
     assert [name for name, _ in store._backend.listing(LOCKS)] == ["000002"]
-    store.leave()
+    store.run_lock.release()
     assert store._backend.listing(LOCKS) == [("000002", 0)], "it stays taken, and is free"
 
 

@@ -172,7 +172,7 @@ class DcpJob:
             quiet = self.saver.close()
         if quiet:  # else the keeper must not give our slots away before this process has ended
             self.link.close(finished=finished)
-        self.storage.leave()
+        self.storage.run_lock.release()
 
 
 def number_in(name: str) -> int | None:

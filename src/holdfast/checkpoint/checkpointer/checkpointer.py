@@ -438,7 +438,7 @@ class Checkpointer:
             run.recorder.watch(None)
             if quiet:  # else the keeper must not give our slots away before this process has ended
                 run.link.close(finished=False)
-            self._storage.leave()
+            self._storage.run_lock.release()
         self.bubbles = schedule_discovery.let_go(self.bubbles)
 
     def __enter__(self) -> Checkpointer:
@@ -504,7 +504,7 @@ class Checkpointer:
                 run.durables.close()
                 run.saver.close()
             link.close(finished=False)
-            self._storage.leave()
+            self._storage.run_lock.release()
             self._run = None
             raise
 
@@ -772,7 +772,7 @@ class Checkpointer:
             if quiet:  # else the keeper must not give our slots away before this process has ended
                 self._run.link.close(finished=finished)
             self._run.recorder.close()
-        self._storage.leave()
+        self._storage.run_lock.release()
 
     def _propose(self, run: Run, proposals: Sequence[Proposal]) -> None:
         try:

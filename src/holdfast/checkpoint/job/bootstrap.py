@@ -269,7 +269,7 @@ def _occupy(storage: Storage, run_id: str, *, known: str, required: bool) -> byt
             raise VersionNotFound(what, where=storage.where, remedy=FIRST_START) from error
     job_id = storage.claim()
     try:
-        storage.occupy(run_id)
+        storage.run_lock.take(run_id)
     except StorageFull as error:
         return json.dumps([job_id, str(error)]).encode()
     return json.dumps([job_id, ""]).encode()

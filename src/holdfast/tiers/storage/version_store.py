@@ -41,7 +41,7 @@ from holdfast.tiers.storage.bundle_files import BundleFiles, listed, stored_leng
 from holdfast.tiers.storage.encryption import Key, KeySource, load_key
 from holdfast.tiers.storage.incarnations import JOB_FILE, NOTHING, Incarnations, claim_job, read_job
 from holdfast.tiers.storage.manifest import BundleFile, Manifest
-from holdfast.tiers.storage.run_lock import PREDECESSOR_TIMEOUT_S, RunLock
+from holdfast.tiers.storage.run_lock import RunLock
 from holdfast.tiers.storage.stored_bundles import StoredBundles, counted, in_place
 from holdfast.tiers.storage.version_marks import Marks
 
@@ -80,6 +80,7 @@ class Storage:
         bundles: reads and writes the files of bundles.
         incarnations: those that were registered here, and what they resumed from.
         marks: pins, and all else that keeps a version from being retired.
+        run_lock: keeps a second job out, once the root is claimed.
     """
 
     def __init__(self, backend: Backend, events: Events, *, key: Key | None = None, key_required: bool = True) -> None:
@@ -92,14 +93,14 @@ class Storage:
         self.bundles = StoredBundles(backend, BundleFiles(backend, key, self.job_id), events, self.require_ours)
         self._job_id = ""
         local = backend.properties.kind == "local"
-        self._run_lock = RunLock(Path(backend.properties.where)) if local else LeaseLock(backend)
+        self.run_lock = RunLock(Path(backend.properties.where)) if local else LeaseLock(backend)
 
     @property
     def where(self) -> str:
         """The root, as the operator names it."""
         return self._backend.properties.where
 
-    # The job and its incarnations.
+    # The job.
 
     def job_id(self) -> str:
         """The id of the job that owns the root; see `incarnations.read_job`."""
@@ -145,18 +146,6 @@ class Storage:
             where=self.where,
             remedy="bring it back, or mount it; to begin anew in an empty directory, stop the job and start it again",
         )
-
-    def occupy(self, run_id: str, *, timeout_s: float = PREDECESSOR_TIMEOUT_S) -> None:
-        """Keeps a second job out until `leave`, or until this process ends; see `tiers.storage.run_lock`. After `claim`.
-
-        Raises:
-            InUse: another living process works on the root; says which.
-        """
-        self._run_lock.take(run_id, timeout_s=timeout_s)
-
-    def leave(self) -> None:
-        """Lets another job in. Doing it twice, or without `occupy`, is fine."""
-        self._run_lock.release()
 
     # Writing a version.
 
