@@ -47,8 +47,7 @@ T = TypeVar("T")
 
 
 def in_place(read: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Return what a reader misses or finds damaged is so in a root that is still ours: under an unmounted path all is
-    missing.
+    """Proves that what a reader misses or finds damaged is so in a root that is still ours: under an unmounted path all is missing.
 
     The reader then also raises StorageError, if the root has vanished, and InUse, if it is another job's by now.
     """
