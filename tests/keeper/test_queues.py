@@ -75,7 +75,11 @@ def replicator(reached: dict[Level, Version]) -> Replicator:
         newest=reached.get,
     )
     state = SimpleNamespace(
-        lock=threading.RLock(), ledger=ledger, need_ledger=lambda: ledger, alarm=lambda *_: None, assembly=None
+        lock=threading.RLock(),
+        ledger=ledger,
+        need_ledger=lambda: ledger,
+        alarms=SimpleNamespace(warn=lambda *_: None),
+        assembly=None,
     )
     return Replicator(state, Events(), lambda: None)
 
