@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 # Saves that a tensor is watched before it is trusted. One could be luck with a hook that runs every other step.
 NUM_PROOFS = 3
 
-# A tensor on a device is compared in blocks of about this size, which the device needs twice.
-BLOCK_BYTES = 16 << 20
+# A tensor on a device is compared in blocks of about this size, which the device needs three times: put in order, from the
+# slot, and as a mask. Torch's allocator on CUDA takes 20 MiB at a time for these.
+BLOCK_BYTES = 6 << 20
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
