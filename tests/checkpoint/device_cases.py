@@ -26,7 +26,14 @@ import torch
 import holdfast
 from holdfast.base.errors import DeviceError, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.checkpoint.capture import block_copies, bounce_buffers, late_copy_check, mutation_check, side_stream_copy
+from holdfast.checkpoint.capture import (
+    block_copies,
+    bounce_buffers,
+    copy_plan,
+    late_copy_check,
+    mutation_check,
+    side_stream_copy,
+)
 from holdfast.checkpoint.capture.copy_plan import batches
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
@@ -233,7 +240,11 @@ def every_bit_of_every_type_is_copied_in_a_block() -> None:
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for dtype, bits in BITS.items():
         word = words[dtype.itemsize]
-        values = torch.tensor([bits], dtype=torch.uint64).view(torch.uint8)[: dtype.itemsize].view(word) if bits > 0 else None
+        values = (
+            torch.tensor([bits], dtype=torch.uint64).view(torch.uint8)[: dtype.itemsize].view(word)
+            if bits > 0
+            else None
+        )
         one = torch.tensor([bits], dtype=word) if values is None else values
         sources = [one.repeat(9 + i).view(dtype).to(place()) for i in range(6)]
         streams = SideStreams()
@@ -329,7 +340,7 @@ def two_threads_never_fill_one_block() -> None:
             assert all(bool((target == number + 1).all()) for target in mine), "another thread's bytes"
         kept.clear()
         assert streams.unpin(20.0)
-        del targets, mine, memory
+        del memory
 
 
 @bug
@@ -1177,6 +1188,49 @@ def saves_take_no_memory_of_the_device_to_speak_of() -> None:
         assert len(split.late) >= 6, "nothing was proven"
         assert more < 48 * MIB, f"{more >> 20} MiB for a state of {(48 + 16) * 3}"
         checkpointer.abandon()
+
+
+@case
+def proofs_and_blocks_together_take_no_memory_to_speak_of() -> None:
+    """What CUDA takes: a mask for what is compared, and segments of 20 MiB for less than 10."""
+    proof = 3 * mutation_check.BLOCK_BYTES
+    assert proof <= 20 * MIB, "a proof needs another segment"
+    assert block_copies.BLOCK_BYTES + proof <= 48 * MIB
+    assert side_stream_copy.BLOCK_BYTES == block_copies.BLOCK_BYTES
+
+
+@case
+def what_a_script_replaces_is_kept_once_at_most() -> None:
+    """Not by each slot, nor by the note of a step: a script may give its parameters other memory at every step."""
+    weight = torch.nn.Parameter(torch.zeros(8 * MIB, device=place()))
+    model = torch.nn.ParameterDict({"weight": weight})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    module: Any = torch.get_device_module(simulated.name())
+    with directory() as root:
+        config = holdfast.Config(every="1", durable_every="0", linger_s=1.0, num_slots=3)
+        checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
+        checkpointer.restore()
+        before = module.memory_allocated() - weight.nbytes
+        for number in range(8):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            optimizer.zero_grad()
+            weight.data = weight.data + 1
+            torch.accelerator.synchronize()
+            kept = (module.memory_allocated() - before) / weight.nbytes - 1
+            assert kept <= 1.1, f"{kept:.1f} former states lie on the device at step {number}"
+            checkpointer.step(number)
+        checkpointer.abandon()
+
+
+@bug
+def each_slot_keeps_its_tensors() -> None:
+    copy_plan.SlotView.forget = lambda _: None  # type: ignore[method-assign]
+
+
+@bug
+def a_note_keeps_its_tensors() -> None:
+    Survivor.let_go = lambda _: None  # type: ignore[method-assign]
 
 
 # --- void before abort
