@@ -11,6 +11,9 @@ from torch import distributed as dist
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.usage import carried_tensors
 
+# Why no version is right where they cannot be carried.
+UNSURE = "gradients live from one step to the next"
+
 
 def there_are(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> bool:
     """Tell whether a parameter has a gradient that is not zero, those left out whose `id` is in `cleared`."""
@@ -19,11 +22,17 @@ def there_are(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) 
     )
 
 
-def packed(parameters: Sequence[torch.Tensor]) -> dict[str, Any] | None:
-    """Returns all gradients as they are saved, by the number of their parameter; None if they cannot be carried.
+def packed(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> dict[str, Any] | None:
+    """Returns all gradients as they are saved, by the number of their parameter; nothing where none lives; None if they cannot be.
 
     They can be in a job of one process, up to 64 MiB, where each has memory of its own and no graph.
+
+    Args:
+        parameters: those that are stepped.
+        cleared: the `id` of each whose gradient every step surely clears before it reads it.
     """
+    if not there_are(parameters, cleared):
+        return {}
     found = {str(number): p.grad for number, p in enumerate(parameters) if p.grad is not None}
     grads = list(found.values())
     if dist.is_available() and dist.is_initialized():

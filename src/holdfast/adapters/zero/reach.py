@@ -155,6 +155,22 @@ class Look:
     shared: dict[str, str] = field(default_factory=dict)
     local: dict[str, tuple[str, str]] = field(default_factory=dict)
 
+    def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
+        """Sets plain values as a version has them, where they are in this look.
+
+        Raises:
+            KeyError: there is no place for one.
+        """
+        for path, owner, key, value in rows:
+            leaf = self.leaves.get(path)
+            if leaf is not None:
+                leaf.put(held_arrays.brought(value, leaf.held))
+            else:
+                self.owners[owner].put(key, held_arrays.brought(value))
+        for path, owner, key in gone:
+            if path in self.leaves:
+                self.owners[owner].drop(key)
+
 
 class Reach:
     """Walks from the names of one script.
@@ -311,8 +327,7 @@ class _Walk:
         self._paths: dict[int, str] = {}
         self._holders: dict[int, tuple[str, str]] = {}  # mutable part of a plain value -> its path, and the value's
         self._alive: list[Any] = []
-        self._held: dict[str, Any] = {}  # path -> a tensor or an array that can be carried
-        self._spans: list[held_arrays.Span] = []  # memory of all others
+        self._spans: list[held_arrays.Span] = []  # memory of tensors and arrays that cannot be carried
         self.sets: list[str] = []
         self.pops = False  # whether a function of the user's pops something
         self._users_kinds: dict[type, bool] = {}
@@ -653,25 +668,24 @@ class _Walk:
         token = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
         put = functools.partial(self.found.owners[hold[0]].put, hold[1])
         self.found.leaves[path] = Leaf(token, *hold, functools.partial(held_arrays.stored, value), put, value)
-        self._held[path] = value
         return True
 
     def _let_go(self, path: str) -> None:
         """Takes a held value for one that must stay as it is: something else has a part of it."""
-        value = self._held.pop(path, None)
-        if value is not None:
+        leaf = self.found.leaves.get(path)
+        if leaf is not None and (value := leaf.held) is not None:
             del self.found.leaves[path]
             self.found.fixed[path] = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
             self._spans.append(held_arrays.span(value))
 
     def lone(self, others: Iterable[Any]) -> None:
         """Leaves as plain values only those tensors and arrays whose memory nothing else has, of these and of what was seen."""
-        if not self._held:
+        held = {path: held_arrays.span(leaf.held) for path, leaf in self.found.leaves.items() if leaf.held is not None}
+        if not held:
             return
         spans = [span for thing in others for span in _memory_of(thing)]
         spans += [span for part in self._seen.values() if isinstance(part, nn.Parameter) for span in _memory_of(part)]
         spans += [(place, place + 1) for told in self._told.values() for place in told.memory if place]
-        held = {path: held_arrays.span(value) for path, value in self._held.items()}
         for path in held_arrays.overlapping(held, [*self._spans, *spans]):
             self._let_go(path)
 

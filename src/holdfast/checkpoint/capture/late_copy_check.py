@@ -173,8 +173,8 @@ class _Parts:
         return list(map(_WRITES, self._counted))
 
     def look(self, turn: int) -> CopyCheck:
-        """Return what they are now."""
-        return CopyCheck(self, turn, self.spots.read(turn), self.writes(), tuple(self._take()))
+        """Return what they are now. The state was gathered for this save, so their memory is where it was."""
+        return CopyCheck(self, turn, self.spots.read_where_they_were(turn), self.writes(), tuple(self._take()))
 
     def _take(self) -> list[_Stretch]:
         """The next stretch of memory, copied."""

@@ -34,7 +34,6 @@ from holdfast.adapters.zero.nested.nested_state import (
     drawn,
     given,
     packed_randomness,
-    put,
     put_randomness,
     put_settings,
     stand_in,
@@ -437,7 +436,7 @@ class _Run:
         if entry.items.digest() != start["digest"]:
             self.unfit(f"the items of the loop of line {entry.site.line} are others than in the run that saved")
         try:
-            put(self._looker.look(entries), start["rows"], start["gone"])
+            self._looker.look(entries).put(start["rows"], start["gone"])
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
         put_settings(self._state.objects, start["settings"])
