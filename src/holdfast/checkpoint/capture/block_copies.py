@@ -107,7 +107,8 @@ def send_in_order(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], memory: to
     """Queues copies of what is not plain, through `memory` of its device; each pair fits in there."""
     for target, source in pairs:
         staged = memory[: target.nbytes].view(target.dtype).view(target.shape)
-        staged.copy_(source)
+        to, of = (staged, source) if source.is_conj() or source.is_neg() else _exact(staged, source)
+        to.copy_(of)
         target.copy_(staged, non_blocking=True)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.block_copies import BLOCK_BYTES, BlockCopies, is_plain, send_in_order
 from holdfast.checkpoint.capture.bounce_buffers import BounceBuffers
+from holdfast.checkpoint.capture.one_at_a_time import OneAtATime
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.tiers.memory.slots import Slot
@@ -153,8 +153,7 @@ class SideStreams:
         self._bounces: dict[torch.device, BounceBuffers] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         self._full: set[torch.device] = set()
-        self._lock = threading.Lock()
-        self._holder = 0  # the thread that has it
+        self._turns = OneAtATime()
         self._block_memory: dict[torch.device, torch.Tensor | None] = {}
         self._registered: dict[int, tuple[int, torch.device]] = {}
         self._unfinished: deque[_Writing] = deque()
@@ -191,14 +190,8 @@ class SideStreams:
             LevelNotReached: those, and a device hangs or failed, or the job broke off. Or this thread queues already: it
                 was interrupted, and memory of the device is half filled.
         """
-        if self._holder == threading.get_ident() and self._lock.locked():
-            raise LevelNotReached("a copy was asked for in the middle of another, by the same thread")
-        with self._lock:  # what is filled, on the device and in pinned memory, is one thread's until it is sent
-            try:
-                self._holder = threading.get_ident()
-                return self._queue(targets, sources, blocks)
-            finally:
-                self._holder = 0
+        # What is filled, on the device and in pinned memory, is one thread's until it is sent.
+        return self._turns.run(partial(self._queue, targets, sources, blocks))
 
     def _queue(
         self,
