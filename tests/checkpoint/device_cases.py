@@ -1200,6 +1200,40 @@ def proofs_and_blocks_together_take_no_memory_to_speak_of() -> None:
 
 
 @case
+def a_tensor_that_cannot_be_compared_keeps_no_other_from_being_proven() -> None:
+    """One element with a stride, and a conjugate: nothing was proven beside these, for ever."""
+    real = torch.ones(40, device=place())
+    tensors = {
+        "one": torch.arange(2.0, device=place())[::2],
+        "turned": torch.complex(real, real).conj(),
+        "plain": real * 2,
+    }
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    with directory() as root:
+        config = holdfast.Config(every="1", durable_every="0", linger_s=5.0)
+        checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
+        checkpointer.restore()
+        for number in range(6):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            checkpointer.step(number)
+        expected = {name: parameter.detach().cpu().resolve_conj() for name, parameter in model.items()}
+        saver: Any = checkpointer._run.saver  # type: ignore[union-attr]
+        late = {saver._structure.pieces[index][0] for index in saver._split.late}
+        assert late == {"model.one", "model.plain"}, late
+        saver.fence.idle(20.0)
+        checkpointer.abandon()
+        for parameter in model.values():
+            parameter.data = parameter.data.clone().conj() if parameter.is_conj() else torch.zeros_like(parameter)
+        checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
+        assert checkpointer.restore() == 6
+        assert all(torch.equal(model[name].detach().cpu().resolve_conj(), tensor) for name, tensor in expected.items())
+        checkpointer.abandon()
+
+
+@case
 def what_a_script_replaces_is_kept_once_at_most() -> None:
     """Not by each slot, nor by the note of a step: a script may give its parameters other memory at every step."""
     weight = torch.nn.Parameter(torch.zeros(8 * MIB, device=place()))

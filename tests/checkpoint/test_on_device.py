@@ -62,6 +62,7 @@ ALONE = {
     "a_host_five_seconds_ahead_of_its_device_is_not_held_up": True,
     "saves_take_no_memory_of_the_device_to_speak_of": False,
     "what_a_script_replaces_is_kept_once_at_most": False,
+    "a_tensor_that_cannot_be_compared_keeps_no_other_from_being_proven": False,
     "what_the_host_copies_after_the_job_broke_off_is_void": False,
     "a_device_that_hangs_is_waited_for_no_longer_than_the_bounds": False,
     "a_step_behind_a_hung_collective_is_not_live": False,
