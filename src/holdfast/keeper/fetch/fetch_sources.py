@@ -51,18 +51,11 @@ class OpenPlaces:
         state: of this node.
         lazy_storage: opened at first use.
         stopping: asked before each chunk.
-        assembly: where the keepers are, if the job has not come together here yet.
     """
 
-    def __init__(
-        self,
-        state: NodeState,
-        lazy_storage: LazyStorage,
-        stopping: Callable[[], bool],
-        assembly: Assembly | None = None,
-    ) -> None:
+    def __init__(self, state: NodeState, lazy_storage: LazyStorage, stopping: Callable[[], bool]) -> None:
         self._state = state
-        self._assembly = assembly
+        self._assembly: Assembly | None = None
         self._stopping = stopping
         self._lazy_storage = lazy_storage
         self._peers: dict[int, PeerReader] = {}
@@ -106,6 +99,7 @@ class Sources(OpenPlaces):
 
     Args:
         incoming: told of what arrives, for those who wait for the same.
+        assembly: where the keepers are, if the job has not come together here yet.
     """
 
     def __init__(
@@ -116,7 +110,8 @@ class Sources(OpenPlaces):
         stopping: Callable[[], bool],
         assembly: Assembly | None = None,
     ) -> None:
-        super().__init__(state, lazy_storage, stopping, assembly)
+        super().__init__(state, lazy_storage, stopping)
+        self._assembly = assembly
         self._events = lazy_storage.events
         self._incoming = incoming
         self.progress: Callable[[int], None] = lambda _: None
