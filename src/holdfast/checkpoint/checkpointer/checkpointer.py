@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
+
 import holdfast
 from holdfast.base import config as settings
 from holdfast.base.config import Config
@@ -204,6 +206,10 @@ class Checkpointer:
             if self._again is not None:
                 return self._without_restore(self._again.resume(), "the first steps are made again")
         asked = self._asked(as_version(version), fresh=fresh, strict=strict, required=required)
+        with torch.inference_mode(False):  # what is made there takes no step, and may not be written outside of it
+            return self._restore(asked)
+
+    def _restore(self, asked: RestoreRequest) -> int:
         group = self._ranks()
         run = self._run
         if run is not None:
@@ -295,6 +301,10 @@ class Checkpointer:
         run.state.carried.give(step, carry)
         if self._proof is not None:
             self._proof.made(step, sys._getframe(1))
+        with torch.inference_mode(False):  # an evaluation may be around it
+            return self._made(run, step)
+
+    def _made(self, run: Run, step: int) -> SaveHandle | None:
         run.step = step
         run.lower.before(run, step)
         run.recorder.step(step)
@@ -682,6 +692,7 @@ class Checkpointer:
             run.saver.save(handle, durable=durable)
         finally:
             self._saving = before
+        run.survivor.let_go()
         if durable:
             run.durables.add(handle, also_to)
         run.schedule.saved(step, durable=durable)
