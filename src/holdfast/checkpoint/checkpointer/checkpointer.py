@@ -151,6 +151,7 @@ class Checkpointer:
         self._closed = False
         self._saving = 0  # the thread that saves now
         self._began: dict[str, Keys] = {}  # of dicts, at the first restore
+        self._overwritten: set[str] = set()  # by a restore that was not finished
         self._early: Sequence[object] = ()
         self._prove = prove
         self._proof: Proof | None = None
@@ -620,6 +621,7 @@ class Checkpointer:
             began=self._began,
         )
         self._began = state.began
+        state.overwritten = self._overwritten
         return state
 
     def _new_link(self, group: collectives.Ranks) -> KeeperLink:

@@ -7,7 +7,8 @@ else the next older version. Only when all have loaded is the state applied, "re
 Every step can be interrupted: nothing is recorded before the end.
 
 A fresh start is only: no manifest, no inventory. Versions that exist and cannot be used are an error, never a silent
-start from nothing. Called by `checkpoint.checkpointer.checkpointer`.
+start from nothing. Nor does anything begin with objects of which an attempt has filled a part: a version may vanish while
+it is read. Called by `checkpoint.checkpointer.checkpointer`.
 """
 
 from __future__ import annotations
@@ -191,6 +192,7 @@ class Restorer:
         report: RestoreReport | None = None
         wanted = self._asked.version or self._job.wish.version
         if self._asked.fresh:
+            collectives.together(self._job.group, self._state.require_untouched)
             report = RestoreReport(
                 None,
                 "asked for a fresh start; the newest versions of the run before stay until `holdfast rm` removes them",
@@ -299,6 +301,7 @@ class Restorer:
                     where=self._storage.where,
                     remedy=FIRST_START,
                 )
+            collectives.together(self._job.group, self._state.require_untouched)
             return RestoreReport(None, found.reason)
         kind = CorruptError if refused else VersionNotFound
         what = f"{wanted} cannot be used" if wanted else "versions exist, but none can be used"

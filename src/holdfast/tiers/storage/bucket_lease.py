@@ -78,6 +78,9 @@ class LeaseLock:
         seen: tuple[int, dict[str, Any]] | None = None
         changed_s = time.monotonic()
         while True:
+            # An answer may be as old as its request, and we may have been stopped since it came: the beat stood still from
+            # the end of its first sight to the beginning of the last one, and not a moment longer.
+            asked_s = time.monotonic()
             number, found = self._newest()
             now = time.monotonic()
             if (number, found) != seen:
@@ -85,7 +88,7 @@ class LeaseLock:
                 if seen is not None and found and now >= deadline:
                     raise self._refusal(found)
                 seen, changed_s = (number, found), now
-            if not found or _is_dead(found) or now - changed_s >= self._lease_s:
+            if not found or _is_dead(found) or asked_s - changed_s >= self._lease_s:
                 if found:
                     logger.warning("the lock of %s is taken over: its holder is gone", _describe(found))
                 if self._create(number + 1, words):
