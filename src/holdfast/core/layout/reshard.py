@@ -151,8 +151,9 @@ def blocks(lengths: Sequence[int], first: int, last: int) -> Iterator[tuple[int,
 
 
 def blocks_in(box: Extent, piece: Extent, first: int, last: int) -> Iterator[tuple[int, Extent, Extent]]:
-    """What a box has of elements `first` to `last` of a piece: (number of the first element, where a block of them lies, the
-    part of that in the box).
+    """Yields what a box has of elements `first` to `last` of a piece, in few blocks.
+
+    Each is: number of the first element, where the block lies, the part of that in the box.
     """
     for number, block in blocks(piece.lengths, first, last):
         there = Extent(tuple(a + b for a, b in zip(piece.offsets, block.offsets, strict=True)), block.lengths)
