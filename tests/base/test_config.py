@@ -84,7 +84,7 @@ BOUNDS: dict[str, tuple[list[object], list[object]]] = {
     },
     "run_id": (["a" * 128, "A-1_b.c"], ["", "a" * 129, "../x", "a b"]),
     **{name: (["", "a" * 128], ["a" * 129, "../x", "a b"]) for name in ("node_label", "rack_label", "backup_node")},
-    "memory_budget": (["", "4GiB"], ["much", "-1", "4 bytes"]),
+    "memory_budget": (["", "4GiB"], ["much", "-1", "4 bytes", "9" * 400]),
     "replicate_bandwidth": (["", "500MB"], ["fast", "-1"]),
     "overhead": (["", "0.5%", "99%"], ["0%", "100%", "-1%", "nan%", "little"]),
     "log_level": (["debug", "CRITICAL"], ["", "loud", "7"]),

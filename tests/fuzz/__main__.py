@@ -1,6 +1,6 @@
 """`make fuzz`: each parser of foreign bytes for some seconds, with progress; what is found is kept as a file.
 
-The same seed makes the same inputs. What was found can be read again: `python -m fuzz --read PARSER FILE`. Once mended, the
+The same seed makes the same inputs. What was found can be read again: `python -m fuzz PARSER --read FILE`. Once mended, the
 file belongs into tests/fuzz/corpus/PARSER, where every run reads it first; `--keep` puts one small input there for every
 kind of answer that is not there yet.
 """

@@ -51,6 +51,8 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)\Z")
+# What an address of 64 bits reaches at most.
+MOST_BYTES = 1 << 62
 _TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -327,7 +329,12 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size", remedy='write it as "4GiB", "500MB" or a number of bytes')
     unit = (match[2] or "").lower()
     power = " kmgt".index(unit[0]) if unit else 0
-    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+    size = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power
+    if size >= MOST_BYTES:
+        raise ConfigError(
+            f"{text[:60]!r} is more than any machine has", remedy='write it as "4GiB", "500MB" or a number of bytes'
+        )
+    return int(size)
 
 
 def parse_share(text: str) -> float:
@@ -366,7 +373,12 @@ def parse_seconds(text: str) -> float:
     match = _TIME.match(text.strip())
     if not match:
         raise ConfigError(f"{text!r} is not a duration", remedy='write it as "30s", "5m", "2h" or "250ms"')
-    return float(match[1]) * _TIME_UNITS[match[2]]
+    seconds = float(match[1]) * _TIME_UNITS[match[2]]
+    if math.isinf(seconds):
+        raise ConfigError(
+            f"{text[:60]!r} is longer than can be counted", remedy='write it as "30s", "5m", "2h" or "250ms"'
+        )
+    return seconds
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -82,6 +82,6 @@ def _read(place: RuntimePaths) -> DegradedNotice | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         with place.notice.open("rb") as stream:
             said = parse_loose(stream.read(MAX_BYTES))
-        if not has_ended(int(said["pid"]), said["since"]):
-            return DegradedNotice(place, int(said["pid"]), str(said["root"]), str(said["reason"]), str(said["durable"]))
+        if isinstance(said["pid"], int) and not has_ended(said["pid"], said["since"]):
+            return DegradedNotice(place, said["pid"], str(said["root"]), str(said["reason"]), str(said["durable"]))
     return None
