@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import distributed as dist
 
 from holdfast.adapters import singletons
+from holdfast.adapters.zero.files_read_back import FileWatch
 from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
 from holdfast.adapters.zero.nested.nested_loop import KeptLoops, Unfit
@@ -60,19 +61,27 @@ class ScriptLauncher:
         finder = Finder(self._root, says=says, events=self._events)
         if found != ITSELF:
             finder.install()
-        try:
-            if isinstance(found, str):
+        if isinstance(found, str):
+            try:
                 run_script(order)
-            elif isinstance(found, Loop):  # with the lines that nobody wrote
-                main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root, self._events)})
+            finally:
+                finder.remove()
+            return
+        files = FileWatch()
+        try:
+            if isinstance(found, Loop):  # with the lines that nobody wrote
+                kept = KeptLoop(found, self._root, self._events, files)
+                main_module.run_path(path, tree=found.tree, names={HOOK: kept})
             else:
-                self._run_nest(path, found, order)
+                self._run_nest(path, found, order, files)
         finally:
+            files.end()
             finder.remove()
 
-    def _run_nest(self, path: str, found: Nest, order: RunOrder) -> None:
+    def _run_nest(self, path: str, found: Nest, order: RunOrder, files: FileWatch) -> None:
         try:
-            main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoops(found, self._root, self._events)})
+            kept = KeptLoops(found, self._root, self._events, files)
+            main_module.run_path(path, tree=found.tree, names={HOOK: kept})
             return
         except Unfit as error:
             reason = str(error)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from holdfast.adapters.zero import living_gradients
+from holdfast.adapters.zero.files_read_back import FileWatch
 from holdfast.adapters.zero.loop import Count, close, differs, is_foreign, is_refused, say, unknown
 from holdfast.adapters.zero.nested.nested_items import Items
 from holdfast.adapters.zero.nested.nested_look import Entry, Looker, Untouched, is_function
@@ -63,13 +64,14 @@ class KeptLoops:
         nest: what the text of the script told.
         root: directory or URL of the checkpoints.
         events: told `script_kept` and `script_refused`, with the reason.
+        files: watches which files the script opens.
 
     Attributes:
         back: whether values of a version are there to be taken.
     """
 
-    def __init__(self, nest: Nest, root: str, events: Events | None = None) -> None:
-        self._nest, self._root = nest, root
+    def __init__(self, nest: Nest, root: str, events: Events | None = None, files: FileWatch | None = None) -> None:
+        self._nest, self._root, self._files = nest, root, files
         self._events = events or Events()
         self.back = False
         self._values: tuple[Any, ...] = ()
@@ -150,7 +152,7 @@ class KeptLoops:
         assert entry is not None
         assert looker is not None
         self._told.add(site.number)
-        self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events)
+        self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events, self._files)
         return entry
 
     def _looked(self, site: Site, frame: FrameType) -> tuple[Kept | str, Looker | None, Entry | None]:
@@ -278,6 +280,7 @@ class _Run:
         outermost: the loop that began first.
         group: the ranks.
         events: told `script_kept` and `script_refused`.
+        files: watches which files the script opens.
 
     Attributes:
         count: steps that optimizers have made.
@@ -294,6 +297,7 @@ class _Run:
         outermost: Entry,
         group: collectives.Ranks,
         events: Events,
+        files: FileWatch | None = None,
     ) -> None:
         self._events = events
         self._nest, self._root, self._looker, self._group = nest, root, looker, group
@@ -301,6 +305,9 @@ class _Run:
         began = outermost.changes.began(nest.used, nest.bounds, inside=True) if nest.reads_files else {}
         self._state = NestedState(nest, outermost, began, group)
         self._state.events = events
+        self._state.files = files
+        if files is not None:
+            files.loop_begins()
         self._state.stepped = _stepped(found)
         self._state.objects = list(found.objects.values())
         self._objects = {**found.objects, "main_values": self._state}
@@ -538,6 +545,8 @@ class _Run:
             if index == 0 or entries[0].taken:
                 self._state.doubt(differs(check.made(number, {})))
         self._state.rehearses(self._checks[0].reason if self._checks else "")
+        if self._state.spoiled and self._state.alone:
+            self._checkpointer.save(number, "durable")  # it says of itself that it is not to be taken
         if self._stopped():
             return
         if any(check.pending for index, check in enumerate(self._checks) if index == 0 or entries[0].taken):
