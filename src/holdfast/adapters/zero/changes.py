@@ -210,12 +210,15 @@ class Changes:
         """Returns why what the script made before its loop is not what the run that saved had; empty if it is.
 
         Args:
-            saved, now: what `data` told then, and tells now.
+            saved: what `data` told then.
+            now: what it tells now.
             rows: what the version carries: it is put in place, whatever it is now.
         """
         carried = [str(row[0]).partition("().")[2] or str(row[0]) for row in rows]
         for path, token in saved.items():
-            if now.get(path, token) != token and not any(each == path or each.startswith((f"{path}.", f"{path}[")) for each in carried):
+            if now.get(path, token) != token and not any(
+                each == path or each.startswith((f"{path}.", f"{path}[")) for each in carried
+            ):
                 return (
                     f"{path!r} is another one than in the run that saved{self._where(path)}: the script makes it anew at every start, "
                     f"and not the same; seed what it draws, sort what has no order"

@@ -1,6 +1,6 @@
 """Sees files by which a script hands something from one step to a later one: no version has what is in them.
 
-    watch = FileWatch()                   as the script begins
+    watch = FileWatch(root)               as the script begins
     watch.loop_begins()
     reason, warning = watch.step_made()   behind every step; what was read since the last one is judged
 
@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+from types import FrameType
 from typing import Any
 
 # So many files are looked at of one step, and of what was written before the loop.
@@ -28,9 +29,14 @@ _Facts = tuple[int, int, int]
 
 
 class FileWatch:
-    """Watches the files of one run of a script, as the thread and the process that made it open them."""
+    """Watches the files of one run of a script, as the thread and the process that made it open them.
 
-    def __init__(self) -> None:
+    Args:
+        without: directory of the checkpoints, which are no concern of the script's.
+    """
+
+    def __init__(self, without: str) -> None:
+        self._without = os.path.join(os.path.abspath(without), "")
         self._owner = (os.getpid(), threading.get_ident())
         self._began_ns = 0
         self._written: dict[str, None] = {}
@@ -48,7 +54,9 @@ class FileWatch:
         """Returns why a restart would read something else, and what it would lose; empty if neither."""
         for path, facts in self._read.items():
             if not self._reason and _facts(path) != facts:
-                self._reason = f"{os.path.relpath(path)!r}, a file, is read in the loop and then written, and is in no version"
+                self._reason = (
+                    f"{os.path.relpath(path)!r}, a file, is read in the loop and then written, and is in no version"
+                )
         self._read.clear()
         warning = ""
         for path in self._written if not self._told else ():
@@ -71,6 +79,8 @@ class FileWatch:
         if self._owner != (os.getpid(), threading.get_ident()) or path.endswith(_CODE):
             return
         path = os.path.abspath(path)
+        if path.startswith(self._without) or _is_ours(sys._getframe(1)):
+            return
         if flags & _WRITES:
             if not self._began_ns and len(self._written) < MAX_FILES and not path.startswith(("/dev/", "/proc/")):
                 self._written[path] = None
@@ -111,6 +121,22 @@ class _Hook:
             path = os.fsdecode(path)
         if isinstance(path, str) and isinstance(flags, int):
             watch.opened(path, flags)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Tell whether a file is opened for holdfast: on the way up to the script there is a frame of it."""
+    seen = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "__main__":
+            return False
+        if name.startswith("holdfast."):
+            if seen or name != __name__:
+                return True
+        else:
+            seen = True
+        frame = frame.f_back
+    return False
 
 
 def _facts(path: str) -> _Facts:

@@ -17,6 +17,7 @@ from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
 from holdfast.adapters.zero.nested.nested_loop import KeptLoops, Unfit
 from holdfast.adapters.zero.nested.nested_script import Nest, find_nested
+from holdfast.adapters.zero.proposed_lines import Proposer
 from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
 from holdfast.base import config
 from holdfast.base.errors import MismatchError
@@ -58,6 +59,8 @@ class ScriptLauncher:
             self._events.emit("script_refused", reason=found)
             if says:
                 say(_said(found))
+                if found != ITSELF:
+                    Proposer(self._root, say, self._events, found)
         finder = Finder(self._root, says=says, events=self._events)
         if found != ITSELF:
             finder.install()
@@ -65,9 +68,10 @@ class ScriptLauncher:
             try:
                 run_script(order)
             finally:
+                Proposer.end_all()
                 finder.remove()
             return
-        files = FileWatch()
+        files = FileWatch(self._root)
         try:
             if isinstance(found, Loop):  # with the lines that nobody wrote
                 kept = KeptLoop(found, self._root, self._events, files)
@@ -76,6 +80,7 @@ class ScriptLauncher:
                 self._run_nest(path, found, order, files)
         finally:
             files.end()
+            Proposer.end_all()
             finder.remove()
 
     def _run_nest(self, path: str, found: Nest, order: RunOrder, files: FileWatch) -> None:

@@ -24,6 +24,7 @@ from holdfast.adapters.zero import living_gradients
 from holdfast.adapters.zero.changes import Changed, Changes
 from holdfast.adapters.zero.files_read_back import FileWatch
 from holdfast.adapters.zero.objects import Kept, sort_out
+from holdfast.adapters.zero.proposed_lines import Proposer
 from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, has_set, is_plain
 from holdfast.adapters.zero.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
@@ -133,13 +134,13 @@ class KeptLoop:
         if changes is not None and changes.before.unknown and isinstance(found, Kept):
             reason = why_not(found.objects) if len(steps) >= MIN_STEPS else "the loop is short"
             found = unknown(changes, reason) if reason else found
-        if is_refused(group, found if isinstance(found, str) else "", self._events):
+        if is_refused(group, found if isinstance(found, str) else "", self._events, self._root):
             return None
         assert isinstance(found, Kept)
         assert changes is not None
         carried = _Carried(self._loop, steps, names, changes, group)
         carried.events = self._events
-        carried.files = self._files
+        carried.files, carried.root = self._files, self._root
         if self._files is not None:
             self._files.loop_begins()
         carried.stepped = _stepped(found)
@@ -219,7 +220,7 @@ class KeptLoop:
         return True
 
 
-def is_refused(group: collectives.Ranks, reason: str, events: Events) -> bool:
+def is_refused(group: collectives.Ranks, reason: str, events: Events, root: str) -> bool:
     """Tell whether any rank has a reason not to keep the script; says the first one."""
     told = collectives.gather_json(group, reason)
     reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
@@ -227,6 +228,7 @@ def is_refused(group: collectives.Ranks, reason: str, events: Events) -> bool:
         events.emit("script_refused", reason=reasons[0])
         if group.rank == 0:
             say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+            Proposer(root, say, events, reasons[0])
     return bool(reasons)
 
 
@@ -362,6 +364,7 @@ class Doubts:
         events: told why no version can be right any more.
         files: watches which files the script opens; None if nobody does.
         spoiled: whether what was saved before is not right any more either.
+        root: directory or URL of the checkpoints; empty: no lines are proposed.
     """
 
     def __init__(self, group: collectives.Ranks) -> None:
@@ -371,6 +374,7 @@ class Doubts:
         self.events = Events()
         self.files: FileWatch | None = None
         self.spoiled = False
+        self.root = ""
         self.unsure = self.unrehearsed = ""
 
     def doubt(self, reason: str) -> None:
@@ -380,12 +384,16 @@ class Doubts:
             self.events.emit("script_refused", reason=reason)
             who = "" if self.alone else f"rank {self._rank}: "
             say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
+            if self._rank == 0 and self.root:
+                Proposer(self.root, say, self.events, reason)
 
     def judge_files(self) -> None:
         """Looks at what the script has read and written since the step before, behind a step."""
         if self.files is not None:
             reason, warning = self.files.step_made()
-            self.spoiled = self.spoiled or bool(reason and not self.unsure)  # the file has gone on, and nothing brings it back
+            self.spoiled = self.spoiled or bool(
+                reason and not self.unsure
+            )  # the file has gone on, and nothing brings it back
             self.doubt(reason)
             if warning and self._rank == 0:
                 say(f"warning: {warning}")

@@ -262,6 +262,10 @@ class Reach:
         """Tell whether the class of a value, or one that this is made from, is the user's."""
         return any(self._is_users(kind.__module__) for kind in type(value).__mro__)
 
+    def is_of_user_module(self, name: str) -> bool:
+        """Tell whether a module is the user's."""
+        return self._is_users(name)
+
     def _in_order(self, names: Iterable[str]) -> list[str]:
         """Lists what the loop uses first, so that what is reached twice counts as used."""
         return sorted((str(name) for name in names), key=lambda name: (name not in self._used, name))
@@ -483,7 +487,7 @@ class _Walk:
             torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
         ))  # fmt: skip
         self.found.fixed["the working directory"] = os.getcwd()
-        self.found.owners[ENVIRONMENT] = Owner(os.environ.__setitem__, os.environ.pop)
+        self.found.owners[ENVIRONMENT] = Owner(os.environ.__setitem__, os.environ.__delitem__)
         for key, value in os.environ.items():
             put = functools.partial(os.environ.__setitem__, key)
             leaf = Leaf((str, value), ENVIRONMENT, key, functools.partial(_itself, value), put)

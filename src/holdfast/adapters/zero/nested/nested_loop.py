@@ -146,13 +146,14 @@ class KeptLoops:
             found = f"what it holds cannot be looked at: {type(error).__name__}: {error}"
         if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
             found = "the script has a Checkpointer of its own"
-        if is_refused(group, found if isinstance(found, str) else "", self._events):
+        if is_refused(group, found if isinstance(found, str) else "", self._events, self._root):
             return None
         assert isinstance(found, Kept)
         assert entry is not None
         assert looker is not None
         self._told.add(site.number)
-        self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events, self._files)
+        self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events)
+        self._run.watch(self._files)
         return entry
 
     def _looked(self, site: Site, frame: FrameType) -> tuple[Kept | str, Looker | None, Entry | None]:
@@ -280,7 +281,6 @@ class _Run:
         outermost: the loop that began first.
         group: the ranks.
         events: told `script_kept` and `script_refused`.
-        files: watches which files the script opens.
 
     Attributes:
         count: steps that optimizers have made.
@@ -297,7 +297,6 @@ class _Run:
         outermost: Entry,
         group: collectives.Ranks,
         events: Events,
-        files: FileWatch | None = None,
     ) -> None:
         self._events = events
         self._nest, self._root, self._looker, self._group = nest, root, looker, group
@@ -305,9 +304,7 @@ class _Run:
         began = outermost.changes.began(nest.used, nest.bounds, inside=True) if nest.reads_files else {}
         self._state = NestedState(nest, outermost, began, group)
         self._state.events = events
-        self._state.files = files
-        if files is not None:
-            files.loop_begins()
+        self._state.root = root
         self._state.stepped = _stepped(found)
         self._state.objects = list(found.objects.values())
         self._objects = {**found.objects, "main_values": self._state}
@@ -326,6 +323,12 @@ class _Run:
         self._cleared: dict[int, frozenset[int]] = {}
         models = self._objects["model"]
         self._untouched = Untouched(models if isinstance(models, list) else [models])
+
+    def watch(self, files: FileWatch | None) -> None:
+        """What the script reads and writes is watched from here on."""
+        self._state.files = files
+        if files is not None:
+            files.loop_begins()
 
     @property
     def looks(self) -> bool:
