@@ -136,3 +136,16 @@ def test_what_cannot_be_kept_is_refused_by_place(name: str) -> None:
     make, said = REFUSED[name]
     with pytest.raises(UsageError, match=said):
         start({"thing": make()})
+
+
+@pytest.mark.parametrize("part", ["weight", "rows"])
+def test_a_tensor_whose_memory_was_taken_away_is_refused_by_name_and_not_read(part: str) -> None:
+    """Whoever reads it ends the process."""
+    whole = torch.zeros(8, 4)
+    state = start({"thing": {"weight": whole, "rows": whole[6:], "other": torch.zeros(3)}})
+    size = whole.untyped_storage().nbytes()
+    whole.untyped_storage().resize_(0 if part == "weight" else size - 16)
+    with pytest.raises(UsageError, match=r"the memory of the tensor was taken away.*thing"):
+        state.gather()
+    whole.untyped_storage().resize_(size)
+    assert save(state), "it is saved again once it has its memory"

@@ -13,19 +13,15 @@ import pytest
 from holdfast.base.errors import MemoryRefused
 from holdfast.tiers.memory.memory_budget import Budget, Limits, allowed_bytes, read_limits
 from holdfast.tiers.memory.processes import start_time, take_lock
+from kit.control_groups import made_up
 
 MIB = 1 << 20
 
 
 def fake_system(base: Path, *, cgroup: str, files: dict[str, str]) -> Limits:
-    (base / "proc" / "self").mkdir(parents=True)
+    places = made_up(base, cgroup, files)
     (base / "proc" / "meminfo").write_text("MemTotal: 8192 kB\nMemAvailable: 4096 kB\n")
-    (base / "proc" / "self" / "cgroup").write_text(cgroup)
-    for name, text in files.items():
-        path = base / "cg" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return read_limits(proc=base / "proc", cgroup=base / "cg")
+    return read_limits(**places)
 
 
 def test_the_machine_is_the_limit_where_there_is_no_cgroup(tmp_path: Path) -> None:

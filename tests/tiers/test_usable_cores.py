@@ -9,22 +9,12 @@ import pytest
 
 from holdfast.tiers.memory import page_populate
 from holdfast.tiers.memory.usable_cores import usable_cores
+from kit.control_groups import made_up
 
 
 @pytest.fixture
 def of_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
-
-
-def cores_of(base: Path, cgroup: str, files: dict[str, str]) -> int:
-    """What is found where the kernel says this: lines of /proc/self/cgroup, and files below the mount of the groups."""
-    (base / "proc" / "self").mkdir(parents=True)
-    (base / "proc" / "self" / "cgroup").write_text(cgroup)
-    for name, text in files.items():
-        path = base / "cg" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return usable_cores(proc=base / "proc", cgroup=base / "cg")
 
 
 @pytest.mark.parametrize(
@@ -46,12 +36,12 @@ def cores_of(base: Path, cgroup: str, files: dict[str, str]) -> int:
 def test_the_tightest_quota_counts(
     tmp_path: Path, of_many_cores: None, cgroup: str, files: dict[str, str], num_cores: int
 ) -> None:
-    assert cores_of(tmp_path, cgroup, files) == num_cores
+    assert usable_cores(**made_up(tmp_path, cgroup, files)) == num_cores
 
 
 def test_an_affinity_of_fewer_cores_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert cores_of(tmp_path, "0::/\n", {"cpu.max": "400000 100000\n"}) == 1
+    assert usable_cores(**made_up(tmp_path, "0::/\n", {"cpu.max": "400000 100000\n"})) == 1
 
 
 @pytest.mark.parametrize(("usable", "threads"), [(96, 24), (4, page_populate.LEAST_THREADS), (1, 1)])

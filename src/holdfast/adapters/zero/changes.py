@@ -1,8 +1,8 @@
 """Compares what a loop can reach with how it was when the loop began: what changed is carried, or the loop is not kept.
 
 A script that is started again comes to its loop with everything as it was at the first start. So a version is right if it
-carries each plain value that differs from that, and if nothing else differs. `Changes.now` says both, at every step; `put`
-sets carried values in a process that has just come to the loop.
+carries each plain value that differs from that, and if nothing else differs. `Changes.now` says both, at every step;
+`before.put` sets carried values in a process that has just come to the loop.
 """
 
 from __future__ import annotations
@@ -161,18 +161,6 @@ class Changes:
             else:
                 tokens[root] = xxhash.xxh3_64_hexdigest(repr(sorted(parts.items())).encode())
         return tokens
-
-    def put(self, rows: list[list[Any]], gone: list[list[Any]]) -> None:
-        """Sets everything as a version has it."""
-        for path, owner, key, value in rows:
-            leaf = self.before.leaves.get(path)
-            if leaf is not None:
-                leaf.put(held_arrays.brought(value, leaf.held))
-            else:
-                self.before.owners[owner].put(key, held_arrays.brought(value))
-        for path, owner, key in gone:
-            if path in self.before.leaves:
-                self.before.owners[owner].drop(key)
 
     def misses(self, rows: list[list[Any]]) -> str:
         """Returns why these values have no place here; empty if all have one."""

@@ -46,7 +46,7 @@ class FileWatch:
         _Hook.watch(self)
 
     def loop_begins(self) -> None:
-        """What was written before is written again by a restart."""
+        """Notes that the loop begins: what was written before is written again by a restart."""
         self._began_ns = time.time_ns()
         self._read.clear()
 

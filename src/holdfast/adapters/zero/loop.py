@@ -447,9 +447,8 @@ class _Carried(Doubts):
         changed = self._changes.now()
         self.judge_files()
         carried = {name: names[name] for name in self._loop.carried if name in names and is_plain(names[name])}
-        live = not self.clears and living_gradients.there_are(self.stepped)
-        gradients = living_gradients.packed(self.stepped) if live else {}
-        why = "gradients live from one step to the next" if gradients is None else ""
+        gradients = {} if self.clears else living_gradients.packed(self.stepped)
+        why = living_gradients.UNSURE if gradients is None else ""
         self.doubt(changed.reason or self._why_unsure(carried, names) or why)
         self._noted = self._state(self._steps[number], carried, after, changed) | {"gradients": gradients or {}}
         return True
@@ -472,7 +471,7 @@ class _Carried(Doubts):
         """Plain values in place; names of the script when the first step begins."""
         self._noted = state
         self.value = state["value"]
-        self._changes.put(state["rows"], state["gone"])
+        self._changes.before.put(state["rows"], state["gone"])
         living_gradients.put(self.stepped, state.get("gradients", {}))
         self.restored = {**state["carried"], **{name: unpacked(value) for name, value in state["after"].items()}}
 

@@ -51,11 +51,13 @@ from torch import distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.adapters.zero import held_arrays
+from holdfast.base import config
 from holdfast.base.errors import HoldfastError
 from holdfast.base.installed import is_installed
 from holdfast.checkpoint.entries.rng import random_state
@@ -111,6 +113,9 @@ _KNOWN = sys.stdlib_module_names | {
 }  # fmt: skip
 # Modules around modules: the attributes that these name themselves follow the steps, and are made anew by a restart.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
+# Attributes that torch itself gives modules: of compiled ones, and of `fully_shard`, `replicate` and their like. These
+# follow the steps too; but for gradients that are not reduced yet, which are looked at.
+_OF_TORCH = ("_torchdynamo", "__composable_api_")
 # What an optimizer hands out by its `state_dict`, or does not read in a step.
 _OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 
@@ -161,6 +166,22 @@ class Look:
     shared: dict[str, str] = field(default_factory=dict)
     local: dict[str, tuple[str, str]] = field(default_factory=dict)
     data: dict[str, tuple[object, bool]] = field(default_factory=dict)
+
+    def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
+        """Sets plain values as a version has them, where they are in this look.
+
+        Raises:
+            KeyError: there is no place for one.
+        """
+        for path, owner, key, value in rows:
+            leaf = self.leaves.get(path)
+            if leaf is not None:
+                leaf.put(held_arrays.brought(value, leaf.held))
+            else:
+                self.owners[owner].put(key, held_arrays.brought(value))
+        for path, owner, key in gone:
+            if path in self.leaves:
+                self.owners[owner].drop(key)
 
 
 class Reach:
@@ -322,8 +343,7 @@ class _Walk:
         self._paths: dict[int, str] = {}
         self._holders: dict[int, tuple[str, str]] = {}  # mutable part of a plain value -> its path, and the value's
         self._alive: list[Any] = []
-        self._held: dict[str, Any] = {}  # path -> a tensor or an array that can be carried
-        self._spans: list[held_arrays.Span] = []  # memory of all others
+        self._spans: list[held_arrays.Span] = []  # memory of tensors and arrays that cannot be carried
         self.sets: list[str] = []
         self.pops = False  # whether a function of the user's pops something
         self._users_kinds: dict[type, bool] = {}
@@ -487,9 +507,10 @@ class _Walk:
             torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
         ))  # fmt: skip
         self.found.fixed["the working directory"] = os.getcwd()
-        self.found.owners[ENVIRONMENT] = Owner(os.environ.__setitem__, os.environ.__delitem__)
-        for key, value in os.environ.items():
-            put = functools.partial(os.environ.__setitem__, key)
+        environment = config.variables()
+        self.found.owners[ENVIRONMENT] = Owner(environment.__setitem__, environment.__delitem__)
+        for key, value in environment.items():
+            put = functools.partial(environment.__setitem__, key)
             leaf = Leaf((str, value), ENVIRONMENT, key, functools.partial(_itself, value), put)
             self.found.leaves[f"{ENVIRONMENT}[{key!r}]"] = leaf
         for place in (nn.modules.module, optimizer):
@@ -677,7 +698,6 @@ class _Walk:
         put = functools.partial(self.found.owners[hold[0]].put, hold[1])
         self.found.leaves[path] = Leaf(token, *hold, functools.partial(held_arrays.stored, value), put, value)
         self.found.data[path] = (token, False)
-        self._held[path] = value
         return True
 
     def _note_data(self, path: str, value: Any, token: object) -> None:
@@ -702,20 +722,20 @@ class _Walk:
 
     def _let_go(self, path: str) -> None:
         """Takes a held value for one that must stay as it is: something else has a part of it."""
-        value = self._held.pop(path, None)
-        if value is not None:
+        leaf = self.found.leaves.get(path)
+        if leaf is not None and (value := leaf.held) is not None:
             del self.found.leaves[path]
             self.found.fixed[path] = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
             self._spans.append(held_arrays.span(value))
 
     def lone(self, others: Iterable[Any]) -> None:
         """Leaves as plain values only those tensors and arrays whose memory nothing else has, of these and of what was seen."""
-        if not self._held:
+        held = {path: held_arrays.span(leaf.held) for path, leaf in self.found.leaves.items() if leaf.held is not None}
+        if not held:
             return
         spans = [span for thing in others for span in _memory_of(thing)]
         spans += [span for part in self._seen.values() if isinstance(part, nn.Parameter) for span in _memory_of(part)]
         spans += [(place, place + 1) for told in self._told.values() for place in told.memory if place]
-        held = {path: held_arrays.span(value) for path, value in self._held.items()}
         for path in held_arrays.overlapping(held, [*self._spans, *spans]):
             self._let_go(path)
 
@@ -817,9 +837,8 @@ class _Walk:
         self._hooks(path, part, _MODULE_HOOKS)
         self.foreign(f"the class of {path}", type(part))
         own = _MODULE_KEYS | _names_of_wrappers(type(part))
-        shown = {
-            key: value for key, value in vars(part).items() if key not in own and not key.startswith("_torchdynamo")
-        }
+        shown = {key: value for key, value in vars(part).items() if key not in own and not key.startswith(_OF_TORCH)}
+        self.found.fixed[f"gradients of {path} that no rank has reduced yet"] = _unreduced(part)
         self.keys(path, shown, _attributes(part), asks=NO_PLACE)
         if self._is_users_object(part):
             self.visit(type(part).__qualname__, type(part), asks=NO_PLACE)
@@ -883,6 +902,17 @@ def _names_of_wrappers(kind: type) -> frozenset[str]:
             codes = (value.__code__ for value in vars(part).values() if isinstance(value, types.FunctionType))
             found.update(*map(_global_names, codes))
     return frozenset(found)
+
+
+def _unreduced(part: nn.Module) -> bool:
+    """Tell whether `fully_shard` holds gradients of a module that are summed up and not reduced yet."""
+    state = part._get_fsdp_state() if isinstance(part, FSDPModule) else None
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    params = [param for group in groups for param in getattr(group, "fsdp_params", ())]
+    held = [getattr(group, "_partial_reduce_output", None) for group in groups]
+    held += [getattr(param, "unsharded_accumulated_grad", None) for param in params]
+    held += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
+    return any(grad is not None for grad in held)
 
 
 def _memory(value: Any, depth: int = 0) -> set[int]:

@@ -112,7 +112,7 @@ class WriteCounts:
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], trust: MutationHistory) -> None:
         self._names, self._tensors, self._trust = names, tensors, trust
         self._then = list(map(_WRITES, tensors))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may save here
         self._found: str | None = None
 
     def written(self) -> str:
@@ -173,8 +173,8 @@ class _Parts:
         return list(map(_WRITES, self._counted))
 
     def look(self, turn: int) -> CopyCheck:
-        """Return what they are now."""
-        return CopyCheck(self, turn, self.spots.read(turn), self.writes(), tuple(self._take()))
+        """Return what they are now. The state was gathered for this save, so their memory is where it was."""
+        return CopyCheck(self, turn, self.spots.read_where_they_were(turn), self.writes(), tuple(self._take()))
 
     def _take(self) -> list[_Stretch]:
         """The next stretch of memory, copied."""

@@ -220,11 +220,25 @@ def _check_kind(name: str, local: torch.Tensor, *, allocated: bool) -> None:
             where=name,
             remedy="materialise the model before its state is saved",
         )
+    elif allocated and _end_bytes(local) > local.untyped_storage().nbytes():
+        raise UsageError(
+            "the memory of the tensor was taken away: its storage is smaller than it",
+            where=name,
+            remedy="give it its memory back (resize_ of the storage) before its state is saved or restored",
+        )
     else:
         return
     raise UsageError(
         f"{kind} cannot be saved", where=name, remedy="keep it out of state_dict() or convert it to a plain tensor"
     )
+
+
+def _end_bytes(local: torch.Tensor) -> int:
+    """Return how many bytes of its storage a tensor needs; a read of less ends the process."""
+    if not local.numel():
+        return 0
+    last = sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
+    return int(local.storage_offset() + last + 1) * local.element_size()
 
 
 def _layout(name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:

@@ -19,8 +19,8 @@ from pathlib import Path
 from holdfast.base.config import parse_size
 from holdfast.base.errors import MemoryRefused
 from holdfast.tiers.format.strict_json import parse_loose
+from holdfast.tiers.memory.control_groups import groups_above
 from holdfast.tiers.memory.processes import has_ended, start_time, take_lock
-from holdfast.tiers.memory.usable_cores import groups_above
 
 # A quarter by default: the trainer, its data loader and the page cache need the rest.
 DEFAULT_SHARE = 4

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
+
+from holdfast.tiers.memory.control_groups import groups_above
 
 
 def usable_cores(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -23,22 +24,6 @@ def usable_cores(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     groups = groups_above("cpu", proc=proc, cgroup=cgroup)
     quotas = [_quota(directory) for _, directories in groups for directory in directories]
     return max(1, min([num_cores, *(math.ceil(quota) for quota in quotas if quota > 0)]))
-
-
-def groups_above(controller: str, *, proc: Path, cgroup: Path) -> Iterator[tuple[str, list[Path]]]:
-    """Yields each group of this process that may limit it: its name, and its directory and those of all groups above it.
-
-    Args:
-        controller: hierarchies of cgroup v1 count if they have it; version 2 has one hierarchy for all.
-        proc: where the kernel tells of processes.
-        cgroup: where the control groups are mounted.
-    """
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or controller in controllers.split(","):
-            base = cgroup / controller if controllers else cgroup
-            own = base / path.strip("/")
-            yield path, [own, *(above for above in own.parents if above.is_relative_to(base))]
 
 
 def _quota(directory: Path) -> float:

@@ -35,7 +35,6 @@ from holdfast.adapters.zero.nested.nested_state import (
     drawn,
     given,
     packed_randomness,
-    put,
     put_randomness,
     put_settings,
     stand_in,
@@ -325,7 +324,7 @@ class _Run:
         self._untouched = Untouched(models if isinstance(models, list) else [models])
 
     def watch(self, files: FileWatch | None) -> None:
-        """What the script reads and writes is watched from here on."""
+        """Watches what the script reads and writes from here on."""
         self._state.files = files
         if files is not None:
             files.loop_begins()
@@ -447,7 +446,7 @@ class _Run:
         if entry.items.digest() != start["digest"]:
             self.unfit(f"the items of the loop of line {entry.site.line} are others than in the run that saved")
         try:
-            put(self._looker.look(entries), start["rows"], start["gone"])
+            self._looker.look(entries).put(start["rows"], start["gone"])
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
         put_settings(self._state.objects, start["settings"])

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.adapters.zero import living_gradients
 from holdfast.adapters.zero.changes import Changed
-from holdfast.adapters.zero.held_arrays import brought
 from holdfast.adapters.zero.loop import Doubts, packed, unpacked
 from holdfast.adapters.zero.nested.nested_look import Entry, Lost
 from holdfast.adapters.zero.nested.nested_script import Nest, Site
@@ -96,7 +95,7 @@ class NestedState(Doubts):
         changed = inner.changes.now()
         self.judge_files()
         carried, lost = self.living(inner.site, names)
-        gradients = self._living_gradients(cleared)
+        gradients = living_gradients.packed(self.stepped, cleared)
         self.doubt(
             changed.reason
             or self._why_unsure(carried, gradients)
@@ -184,7 +183,7 @@ class NestedState(Doubts):
         """Notes the version; its plain values are put in place where the innermost loop begins."""
         self._noted = self.restored = state
         if self.placing is not None:
-            put(self.placing, state["rows"], state["gone"])
+            self.placing.put(state["rows"], state["gone"])
 
     def _why_no_tensors(self, name: str, value: Any) -> str:
         """Returns why tensors that live from turn to turn cannot be carried; empty if they can."""
@@ -206,16 +205,12 @@ class NestedState(Doubts):
             found[name] = value
         return found
 
-    def _living_gradients(self, cleared: frozenset[int]) -> dict[str, Any] | None:
-        """Returns the gradients that live from step to step; None if they cannot be carried."""
-        return living_gradients.packed(self.stepped) if living_gradients.there_are(self.stepped, cleared) else {}
-
     def _why_unsure(self, carried: Mapping[str, Any], gradients: Mapping[str, Any] | None) -> str:
         try:
             value_codec.encode({name: value for name, value in carried.items() if is_plain(value)})
         except Exception as error:  # noqa: BLE001 - values of other people
             return f"what lives from one step to the next cannot be carried: {error}"
-        return "gradients live from one step to the next" if gradients is None else ""
+        return living_gradients.UNSURE if gradients is None else ""
 
     def _of_items(self, entries: Sequence[Entry]) -> str:
         for entry in entries:
@@ -321,23 +316,6 @@ def _is_same(saved: Any, now: Any) -> bool:
     """Tell whether a tensor without a graph is the one that was saved: then it stays, for it may have several names."""
     tensors = isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor)
     return tensors and not now.requires_grad and carried_tensors.token(saved) == carried_tensors.token(now)
-
-
-def put(look: Look, rows: Sequence[Sequence[Any]], gone: Sequence[Sequence[Any]]) -> None:
-    """Sets plain values as a version has them.
-
-    Raises:
-        KeyError: there is no place for one.
-    """
-    for path, owner, key, value in rows:
-        leaf = look.leaves.get(path)
-        if leaf is not None:
-            leaf.put(brought(value, leaf.held))
-        else:
-            look.owners[owner].put(key, brought(value))
-    for path, owner, key in gone:
-        if path in look.leaves:
-            look.owners[owner].drop(key)
 
 
 def differing(saved: Sequence[Sequence[Any]], now: Changed) -> str:
