@@ -273,3 +273,19 @@ def test_where_no_lines_can_be_given_it_is_said(name: str, tmp_path: Path) -> No
     assert "no lines can be given that would keep it" in told.stderr, told.stderr
     assert why in told.stderr.partition("no lines can be given")[2]
     assert not LINE.search(told.stderr)
+
+
+def test_hooks_of_others_behind_a_step_are_called_when_the_lines_are_said(tmp_path: Path) -> None:
+    """Torch goes over its hooks while one of them says the lines: none may be taken away then."""
+    hooks = (
+        "from torch.optim.optimizer import register_optimizer_step_post_hook\n"
+        "register_optimizer_step_post_hook(lambda *_: print('before'))\n"
+        "batches = iter(DataLoader(data, batch_size=4))\n"
+        "x, y = next(batches)\n"
+    )
+    late = "    if step == 0: register_optimizer_step_post_hook(lambda *_: print('behind'))\n"
+    body = f"{hooks}for step in range(7):\n    held = [batches]\n{late}    {STEP}\n"
+    told = live(HEAD + body + TAIL, tmp_path / "refused", str(tmp_path / "zero"))
+    assert told.returncode == 0, told.stderr
+    assert "no lines can be given" in told.stderr
+    assert (told.stdout.count("before"), told.stdout.count("behind")) == (7, 7)

@@ -114,6 +114,7 @@ class Proposer:
     def __init__(self, root: str, say: Callable[[str], None], events: Events, reason: str) -> None:
         self._root, self._say, self._events, self._reason = root, say, events, reason
         self._pid = os.getpid()
+        self._said = False
         self.end_all()
         self._handle: Any = register_optimizer_step_post_hook(self._stepped)
         self._waiting.append(self)
@@ -135,9 +136,9 @@ class Proposer:
             handle.remove()
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._handle is None or os.getpid() != self._pid:
+        if self._said or self._handle is None or os.getpid() != self._pid:
             return
-        self.end()
+        self._said = True  # the hook is taken away later: torch goes over its hooks now
         try:
             shown = propose(sys._getframe(1), optimizer, self._root, self._reason).shown()
         except NoLines as error:
