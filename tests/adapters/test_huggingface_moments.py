@@ -101,6 +101,22 @@ def test_data_that_draws_is_undisturbed_neither_here_nor_after_the_trainers_own_
 
 
 @pytest.mark.slow
+def test_with_another_batch_size_the_trainer_warns_goes_on_with_the_step_and_its_epoch_jumps(lives: Stories) -> None:
+    """Five steps were an epoch, then three are. The trainer's own resume does the same; if that changes, the page has to say so."""
+    facts, told = lives.killed("plain", "begin:7", then=("--batch", "8"))
+    assert facts["starts"][0] in (6, 7), told
+    own, own_told = lives.killed("draws", "begin:7", "--resume", "last", plain=True, then=("--batch", "8"))
+    assert own["starts"] == [7], own_told
+    for ended, printed in ((facts, told), (own, own_told)):
+        assert "per_device_train_batch_size: 8 (from args) != 4 (from trainer_state.json)" in printed
+        assert ended["step"] == 13
+        epochs = {entry["step"]: entry["epoch"] for entry in ended["history"] if "loss" in entry}
+        before, behind = max(step for step in epochs if step < 7), min(step for step in epochs if step > 7)
+        assert epochs[before] == before / 5
+        assert epochs[behind] == pytest.approx(behind / 3, abs=0.01)
+
+
+@pytest.mark.slow
 def test_train_called_again_goes_on_with_the_version_and_anew_where_it_is_told_so(lives: Stories) -> None:
     facts, _ = lives.again("plain", "--more")
     assert facts["steps of each"] == [13, 0, 13]
