@@ -110,13 +110,24 @@ class Stories:
             self.known[number, plan] = [dict(each) for each in facts]
         return facts
 
-    def ranks_told_to_stop(self, number: int, plan: str, moment: str, of: int) -> list[dict[str, Any]]:
-        """Facts of every rank of a second launch. In the first, rank `of` got SIGTERM at the moment, and nothing is saved by cadence."""
+    def ranks_told_to_stop(
+        self, number: int, plan: str, moment: str, of: int, *, is_end: bool = False
+    ) -> list[dict[str, Any]]:
+        """Facts of every rank of a second launch. In the first, rank `of` got SIGTERM at the moment, and nothing is saved by cadence.
+
+        Args:
+            number: of ranks.
+            plan: of the story.
+            moment: at which ranks get SIGTERM.
+            of: the rank that gets it, or -1 for all.
+            is_end: no step is left at the moment, so the first launch is the last one.
+        """
         place = self._directory()
         words = ("--term", "--every", "100")
         self._launch(place, number, plan, *words, "--kill", moment, "--of", str(of))
-        assert not (place / "facts").exists(), "the training was over before the moment"
-        self._launch(place, number, plan, *words)
+        assert (place / "facts").exists() == is_end, "the training was over before the moment, or not at its end"
+        if not is_end:
+            self._launch(place, number, plan, *words)
         return self._facts(place, number)
 
     def _launch(

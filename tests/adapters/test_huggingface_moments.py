@@ -37,6 +37,10 @@ MATRIX = {
     "plain": "begin:1 begin:4 log:5 epoch:5 begin:5 begin:6 epoch:10 end:13 over:13",
 }
 
+# Of two ranks, three steps are an epoch: step 6 is evaluated and saved, and is the last of one. Before and in the evaluation, between
+# it and the save, in the save and behind it, in what is done for the epoch.
+AROUND = ["log:6", "eval:6", "evaluated:6", "saving:6", "saved:6", "epoch:6"]
+
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
@@ -132,6 +136,29 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
     (start,) = {facts["starts"][0] for facts in killed}
     assert step <= start <= step + 3
     for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
+        same(facts, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize("moment", [*AROUND, "end:13"])
+def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undisturbed(
+    lives: Stories, moment: str, of: int
+) -> None:
+    killed = lives.ranks_told_to_stop(2, "steps", moment, of, is_end=moment == "end:13")
+    for facts, undisturbed in zip(killed, lives.ranks(2, "steps"), strict=True):
+        assert moment == "end:13" or 6 <= facts["starts"][0] <= 9
+        same(facts, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize("moment", [*AROUND, "end:13", "over:13"])
+def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed(
+    lives: Stories, moment: str, of: int
+) -> None:
+    for facts, undisturbed in zip(lives.ranks(2, "steps", moment, of), lives.ranks(2, "steps"), strict=True):
+        assert facts["starts"][-1] > 0
         same(facts, undisturbed)
 
 
