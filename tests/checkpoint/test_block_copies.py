@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.capture import block_copies
 from holdfast.checkpoint.capture.block_copies import BlockCopies, neighbours
+from holdfast.checkpoint.capture.one_at_a_time import OneAtATime
 
 
 def side_by_side(*sizes: int, gaps: tuple[int, ...] = ()) -> list[torch.Tensor]:
@@ -51,3 +53,14 @@ def test_what_is_in_no_block_is_told_and_no_memory_is_taken_for_none() -> None:
     assert [int(target.max()) for target in targets] == [0, 1, 2, 3, 4, 0]
     assert [int(target.min()) for target in targets] == [0, 1, 2, 3, 4, 0]
     assert BlockCopies(targets, lambda: None).others == list(range(6)), "a full device: each goes alone"
+
+
+def test_a_thread_in_the_middle_of_its_own_copy_is_refused_and_may_copy_later() -> None:
+    turns = OneAtATime()
+
+    def nested() -> None:
+        turns.run(int)
+
+    with pytest.raises(LevelNotReached, match="by the same thread"):
+        turns.run(nested)
+    assert turns.run(lambda: 3) == 3

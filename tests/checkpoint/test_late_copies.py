@@ -56,6 +56,27 @@ def loaded(trainee: Trainee) -> None:
     trainee.model.load_state_dict({name: tensor + 1 for name, tensor in trainee.model.state_dict().items()})
 
 
+def test_a_save_inside_an_evaluation_spoils_no_other(make: Make) -> None:
+    """What is made in inference mode may not be written outside of it: views of slots, state that a restore makes."""
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    with torch.inference_mode():
+        checkpointer.restore()
+    for step in range(2 * NUM_PROOFS):
+        trainee.train()
+        with torch.inference_mode(step % 2 == 0):
+            checkpointer.save(step).wait("captured", 60)
+    expected = trainee.fingerprint()
+    checkpointer.abandon()
+    again = Trainee()
+    checkpointer = make(again)
+    with torch.inference_mode():
+        assert checkpointer.restore() == 2 * NUM_PROOFS
+    assert again.fingerprint() == expected
+    again.train()
+    checkpointer.save(2 * NUM_PROOFS).wait("captured", 60)
+
+
 WRITES = [fill, counted, foreach, moments, loaded]
 
 

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import batches
+from holdfast.checkpoint.capture.late_copy_check import WriteCounts
+from holdfast.checkpoint.capture.mutation_check import MutationHistory
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import SideStreams
@@ -216,3 +219,54 @@ def test_a_gpu_is_read_wait_by_wait_as_it_was_at_the_call(card: str) -> None:
         assert bool((target == value).all())
     assert [inside for *_, inside in told] == [False, True, *[False] * 6] * 5
     assert all(began.elapsed_time(ended) > 0 for spans, *_ in told for began, ended in spans)
+
+
+class InterruptedDevice(Device):
+    """While it queues its first batch, a signal's handler comes to the fence."""
+
+    copy: PacedCopy | None = None
+
+    def queue(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Queued:
+        found = super().queue(targets, sources)
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.feed(None)
+            copy.hold_current_streams()
+            assert not copy.passed()
+        return found
+
+
+def test_a_signals_handler_that_comes_to_the_fence_between_copies_gives_the_version_up() -> None:
+    source = torch.arange(40, dtype=torch.uint8)
+    device, target = InterruptedDevice(), torch.zeros(40, dtype=torch.uint8)
+    todo = batches([target], [source], most=BATCH)
+    copy = PacedCopy(device, Queued(device), todo, rate=RATE, beside=0, patience_s=60.0, told=lambda *_: None)  # type: ignore[arg-type]
+    device.copy = copy
+    done = threading.Thread(target=copy.hold_current_streams, daemon=True)
+    done.start()
+    done.join(20.0)
+    assert not done.is_alive(), "the thread waits for itself"
+    with pytest.raises(LevelNotReached, match="signal's handler"):
+        copy.wait(never)
+    assert not copy.passed()
+
+
+def test_a_signals_handler_may_come_while_writes_are_counted() -> None:
+    class Counted:
+        """A tensor at whose second look a handler comes to the fence."""
+
+        looks = 0
+
+        @property
+        def _version(self) -> int:
+            self.looks += 1
+            if self.looks == 2:
+                found.append(counts.written())
+            return self.looks > 1
+
+    found: list[str] = []
+    counts = WriteCounts(["weight"], [Counted()], MutationHistory(overlap=True))  # type: ignore[list-item]
+    asking = threading.Thread(target=lambda: found.append(counts.written()), daemon=True)
+    asking.start()
+    asking.join(20.0)
+    assert found == ["written while it was copied: weight"] * 2, "the thread waits for itself"

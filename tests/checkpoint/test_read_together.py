@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +48,7 @@ class Rank:
     def load(self) -> None:
         file = self.stored.file
         try:
-            view, self.unread = open_bundle(self.stored.storage, V1, file, self.shared)
+            view, self.unread = open_bundle(self.stored.storage.bundles, V1, file, self.shared)
         except HoldfastError as error:
             self.faults = {file.ref.bundle_id: error}
             return
@@ -62,7 +66,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Stored:
     key.write_text(random.Random(1).randbytes(32).hex())
     key.chmod(0o600)
     found = Stored(tmp_path, str(key) if request.param == "encrypted" else "")
-    if not found.storage.has_page_cache(V1, found.file.file):
+    if not found.storage.bundles.has_page_cache(V1, found.file.file):
         pytest.skip("the file system of the temporary directory cannot tell what is cached")
     return found
 
@@ -235,6 +239,58 @@ def test_a_reader_that_hangs_is_an_error_that_names_the_file(stored: Stored, rea
     assert isinstance(fault, StorageBusy)
     assert "chunk 1 " in fault.what
     assert stored.file.file in fault.where
+
+
+_FORKER = _HOLDER.replace(
+    'print("reading", flush=True)',
+    """import os, signal
+    child = os.fork()
+    if not child:
+        signal.pause()
+    print(child, flush=True)""",
+)
+
+
+def test_a_child_of_a_killed_reader_does_not_keep_its_chunk(stored: Stored) -> None:
+    command = [sys.executable, "-c", _FORKER, str(stored.path.parent.parent / "turns"), stored.file.ref.bundle_id, "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        child = int(reader.stdout.readline())
+        reader.kill()
+        rank = Rank(stored, 0, 2, timeout_s=20.0)
+        try:
+            rank.load()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            rank.shared.close()
+    assert rank.is_filled()
+    assert not rank.faults
+
+
+@pytest.mark.parametrize("call", ["pwrite", "pread", "lock"])
+def test_a_file_of_turns_that_refuses_costs_a_second_read_and_no_more(
+    stored: Stored, ranks: list[Rank], call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if call == "lock":
+        monkeypatch.setattr(SharedReads, "_set", refuse)
+    else:
+        monkeypatch.setattr(shared_reads, "os", SimpleNamespace(**{**vars(os), call: refuse}))
+    all_load(ranks)
+    assert all(rank.is_filled() and not rank.faults for rank in ranks)
+    told = [record.getMessage() for record in caplog.records if "several times" in record.getMessage()]
+    assert 1 <= len(told) <= len(ranks), "once each"
+    assert all(str(ranks[0].shared._path) in text and "No space left" in text for text in told)
+
+
+def test_something_else_in_place_of_the_file_of_turns_is_refused_at_once(stored: Stored) -> None:
+    path = stored.path.parent.parent / "turns"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        Rank(stored, 0, 2)
+    assert path.is_fifo(), "nothing unknown is removed"
 
 
 def test_without_a_record_of_what_was_read_chunks_are_read_twice(

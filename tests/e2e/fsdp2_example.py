@@ -33,6 +33,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parallel", choices=["fsdp", "tensor"], default="fsdp")
     parser.add_argument("--mixed-precision", action="store_true")
+    parser.add_argument(
+        "--never-clear", action="store_true", help="gradients add up, as in PyTorch's tensor parallel ones"
+    )
+    parser.add_argument(
+        "--reduce-every", type=int, default=1, help="so many backward passes go by before gradients are reduced"
+    )
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
 
@@ -60,13 +66,16 @@ def main() -> None:
 
     torch.manual_seed(1 + (rank if options.parallel == "fsdp" else 0))
     for step in range(options.steps):
+        if options.reduce_every > 1:
+            model.set_requires_gradient_sync((step + 1) % options.reduce_every == 0)
         batch = torch.rand(8, 32, device=device)
         loss = (model(batch).float() - batch.flip(1)).square().mean()
         loss.backward()
-        if options.parallel == "fsdp":
+        if options.parallel == "fsdp" and options.reduce_every == 1:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        if not options.never_clear:
+            optimizer.zero_grad()
         print(f"rank {rank} step {step} loss {loss.item():.9f}", flush=True)
     dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,8 +19,10 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from holdfast.base.errors import InUse
+from holdfast.core.elastic.node_lease import Claim
 from holdfast.elastic.launch.agent import Agent
 from holdfast.elastic.launch.base_agent import BaseAgent
+from holdfast.elastic.launch.rendezvous import node_lease
 from holdfast.elastic.launch.rendezvous.node_lease import BEAT_S, Identity
 from holdfast.elastic.launch.rendezvous_agent import RendezvousAgent
 
@@ -63,6 +66,57 @@ def test_a_silent_one_is_waited_for_and_then_replaced_for_good(store: TCPStore) 
         first.claim()
     first.leave()
     assert second.holds(time.monotonic() + 10)
+
+
+class Clock:
+    """Time that passes while somebody sleeps or waits for an answer, and what happens then."""
+
+    def __init__(self, then: Callable[[float], None]) -> None:
+        self.now, self._then = 100.0, then
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._then(self.now)
+
+
+def lives(store: TCPStore, since: float) -> Callable[[float], None]:
+    """A launcher elsewhere that renews its claim every second, from a moment on."""
+    claim = Claim("elsewhere", machine="elsewhere", pid=7)
+
+    def beat(now: float) -> None:
+        if now >= since:
+            store.set("holdfast.nodes/node1", json.dumps(asdict(replace(claim, beat=int(now)))))
+
+    return beat
+
+
+def test_who_took_the_place_of_a_silent_one_is_not_replaced_at_once(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two wait for the name of a dead one; the second comes a moment later."""
+    store.set("holdfast.nodes/node1", json.dumps(asdict(Claim("dead", machine="elsewhere", pid=6))))
+    monkeypatch.setattr(node_lease, "time", Clock(lives(store, 129.95)))
+    with pytest.raises(InUse, match="process 7 has the name and lives"):
+        claimed(store, guard_s=29.9)
+
+
+def test_an_answer_that_comes_late_proves_no_silence(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = lives(store, 0.0)
+    beat(100.0)
+    clock, real, late = Clock(beat), Identity._read, [40.0]
+
+    def read(self: Identity) -> tuple[str, Claim | None]:
+        found = real(self)
+        clock.now += late.pop() if late else 0.0
+        return found
+
+    monkeypatch.setattr(node_lease, "time", clock)
+    monkeypatch.setattr(Identity, "_read", read)
+    with pytest.raises(InUse, match="process 7 has the name and lives"):
+        claimed(store)
 
 
 def test_who_left_or_is_proven_gone_is_not_waited_for(store: TCPStore) -> None:

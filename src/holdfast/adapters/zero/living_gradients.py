@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.usage import carried_tensors
@@ -25,7 +26,8 @@ def there_are(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) 
 def packed(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> dict[str, Any] | None:
     """Returns all gradients as they are saved, by the number of their parameter; nothing where none lives; None if they cannot be.
 
-    They can be in a job of one process, up to 64 MiB, where each has memory of its own and no graph.
+    They can be up to 64 MiB, where each has memory of its own and no graph, and lies on the ranks as its parameter does. Each
+    rank saves its own.
 
     Args:
         parameters: those that are stepped.
@@ -33,24 +35,48 @@ def packed(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> 
     """
     if not there_are(parameters, cleared):
         return {}
-    found = {str(number): p.grad for number, p in enumerate(parameters) if p.grad is not None}
-    grads = list(found.values())
-    if dist.is_available() and dist.is_initialized():
+    found = {str(number): (p, p.grad) for number, p in enumerate(parameters) if p.grad is not None}
+    if not all(_lies_as(parameter, grad) for parameter, grad in found.values()):
         return None
-    plain = all(
-        type(grad) is torch.Tensor and grad.layout is torch.strided and grad.is_contiguous() and not grad.requires_grad
-        for grad in grads
-    )
-    if not plain or sum(grad.nbytes for grad in grads) > carried_tensors.MAX_BYTES:
+    grads = {number: local_of(grad) for number, (_, grad) in found.items()}
+    if sum(grad.nbytes for grad in grads.values()) > carried_tensors.MAX_BYTES:
         return None
-    memory = {grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}
-    if len(memory) < sum(1 for grad in grads if grad.numel()):
+    if not _lie_apart([grad for _, grad in found.values() if local_of(grad).numel()]):
         return None
-    return {number: carried_tensors.packed(grad) for number, grad in found.items()}
+    return {number: carried_tensors.packed(grad) for number, grad in grads.items()}
+
+
+def _lie_apart(grads: Sequence[torch.Tensor]) -> bool:
+    """Tell whether each has memory of its own. Shards may be parts of one piece: whoever reduced them looks at it no more."""
+    spans = []
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            spans.append((local_of(grad).data_ptr(), local_of(grad).nbytes))
+        else:
+            spans.append((grad.untyped_storage().data_ptr(), grad.untyped_storage().nbytes()))
+    spans.sort()
+    return all(begin + num_bytes <= after for (begin, num_bytes), (after, _) in itertools.pairwise(spans))
+
+
+def _lies_as(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Tell whether a gradient is plain memory, cut and placed as its parameter is."""
+    if isinstance(grad, DTensor):
+        if not isinstance(parameter, DTensor) or grad._spec.placements != parameter._spec.placements:
+            return False
+        if grad.device_mesh != parameter.device_mesh or any(part.is_partial() for part in grad.placements):
+            return False
+    local = local_of(grad)
+    plain = type(local) is torch.Tensor and local.layout is torch.strided and local.is_contiguous()
+    return plain and not grad.requires_grad and isinstance(grad, DTensor) == isinstance(parameter, DTensor)
 
 
 def put(parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
     """Gives parameters the gradients that were saved, if any were."""
     for number, parameter in enumerate(parameters if saved else ()):
         one = saved.get(str(number))
-        parameter.grad = None if one is None else carried_tensors.unpacked(one)
+        grad = None if one is None else carried_tensors.unpacked(one)
+        if grad is not None and isinstance(parameter, DTensor):
+            grad = DTensor.from_local(
+                grad, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            )
+        parameter.grad = grad

@@ -49,6 +49,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -105,6 +106,9 @@ _KNOWN = sys.stdlib_module_names | {
 }  # fmt: skip
 # Modules around modules: the attributes that these name themselves follow the steps, and are made anew by a restart.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
+# Attributes that torch itself gives modules: of compiled ones, and of `fully_shard`, `replicate` and their like. These
+# follow the steps too; but for gradients that are not reduced yet, which are looked at.
+_OF_TORCH = ("_torchdynamo", "__composable_api_")
 # What an optimizer hands out by its `state_dict`, or does not read in a step.
 _OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 
@@ -783,9 +787,8 @@ class _Walk:
         self._hooks(path, part, _MODULE_HOOKS)
         self.foreign(f"the class of {path}", type(part))
         own = _MODULE_KEYS | _names_of_wrappers(type(part))
-        shown = {
-            key: value for key, value in vars(part).items() if key not in own and not key.startswith("_torchdynamo")
-        }
+        shown = {key: value for key, value in vars(part).items() if key not in own and not key.startswith(_OF_TORCH)}
+        self.found.fixed[f"gradients of {path} that no rank has reduced yet"] = _unreduced(part)
         self.keys(path, shown, _attributes(part), asks=NO_PLACE)
         if self._is_users_object(part):
             self.visit(type(part).__qualname__, type(part), asks=NO_PLACE)
@@ -849,6 +852,17 @@ def _names_of_wrappers(kind: type) -> frozenset[str]:
             codes = (value.__code__ for value in vars(part).values() if isinstance(value, types.FunctionType))
             found.update(*map(_global_names, codes))
     return frozenset(found)
+
+
+def _unreduced(part: nn.Module) -> bool:
+    """Tell whether `fully_shard` holds gradients of a module that are summed up and not reduced yet."""
+    state = part._get_fsdp_state() if isinstance(part, FSDPModule) else None
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    params = [param for group in groups for param in getattr(group, "fsdp_params", ())]
+    held = [getattr(group, "_partial_reduce_output", None) for group in groups]
+    held += [getattr(param, "unsharded_accumulated_grad", None) for param in params]
+    held += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
+    return any(grad is not None for grad in held)
 
 
 def _memory(value: Any, depth: int = 0) -> set[int]:

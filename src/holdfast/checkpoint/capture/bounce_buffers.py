@@ -89,8 +89,8 @@ class BounceBuffers:
                 buffer.passed = device_of(self._device.type).record(stream)
                 at, buffer = 0, self._next()
             part = buffer.memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
-            part.copy_(source, non_blocking=True)
-            buffer.rows.append((target, part))
+            part.copy_(_bare(source), non_blocking=True)
+            buffer.rows.append((target, _as(source, part)))
             at += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
         buffer.passed = device_of(self._device.type).record(stream)
         for _ in range(NUM_BUFFERS):
@@ -131,3 +131,15 @@ class BounceBuffers:
             logger.info("%s pins no memory of the host: %s", self._device, error)
             self._can_pin = False
         return self._can_pin
+
+
+def _bare(source: torch.Tensor) -> torch.Tensor:
+    """The elements as they lie in memory: torch works conjugates and negatives out before a late copy has come."""
+    plain = source.conj() if source.is_conj() else source
+    return torch._neg_view(plain) if plain.is_neg() else plain
+
+
+def _as(source: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Returns `part`, seen as `source` sees what lies in memory: worked out when the host reads it."""
+    part = torch._neg_view(part) if source.is_neg() else part
+    return part.conj() if source.is_conj() else part

@@ -231,6 +231,10 @@ class SlotView:
             copies = self._copies = (split, now, late)
         return copies[1], copies[2]
 
+    def forget(self) -> None:
+        """Holds no tensor of the state any more, until the next `assign`."""
+        self.sources, self._live, self._copies = [], [], None
+
     def _replace(self, fresh: Collection[int]) -> bool:
         """Puts the new sources of these parts where the old ones stand; False if there are too many to look for."""
         assert self._copies is not None

@@ -112,7 +112,7 @@ class WriteCounts:
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], trust: MutationHistory) -> None:
         self._names, self._tensors, self._trust = names, tensors, trust
         self._then = list(map(_WRITES, tensors))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may save here
         self._found: str | None = None
 
     def written(self) -> str:

@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 # Saves that a tensor is watched before it is trusted. One could be luck with a hook that runs every other step.
 NUM_PROOFS = 3
 
-# A tensor on a device is compared in blocks of about this size, which the device needs twice.
-BLOCK_BYTES = 16 << 20
+# A tensor on a device is compared in blocks of about this size, which the device needs three times: put in order, from the
+# slot, and as a mask. Torch's allocator on CUDA takes 20 MiB at a time for these.
+BLOCK_BYTES = 6 << 20
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -89,7 +90,9 @@ class MutationHistory:
     def _candidates(self, tensors: Mapping[str, LiveTensor]) -> Iterable[str]:
         if not self._overlap:
             return ()
-        return (name for name, live in tensors.items() if live.late and name not in self._refused)
+        return (
+            name for name, live in tensors.items() if live.late and name not in self._refused and _has_bits(live.local)
+        )
 
 
 def named(names: Sequence[str]) -> str:
@@ -130,5 +133,11 @@ def can_digest(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
+def _has_bits(tensor: torch.Tensor) -> bool:
+    """Return whether its bytes are its value, so that they can be compared."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride

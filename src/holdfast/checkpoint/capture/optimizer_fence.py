@@ -126,7 +126,7 @@ class LateCopyJob:
     stop_reason: str = ""
     done: threading.Event = field(default_factory=threading.Event)
     _complete: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # a signal's handler may be in between
 
     @property
     def num_bytes(self) -> int:

@@ -61,7 +61,8 @@ class PacedCopy:
         self._todo = deque(batches)
         self._stopped = False
         self._queued = [queued]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_queueing = False
         self._all = threading.Event()
         self._failed = ""
         for _ in range(beside):
@@ -72,6 +73,8 @@ class PacedCopy:
     def feed(self, expected_s: float | None) -> None:
         """The trainer queues a wait that should last so long; None: nobody knows, and one batch is risked."""
         with self._lock:
+            if self._interrupts():
+                return
             room = (expected_s or 0.0) * (1 - GUARD_SHARE)
             while self._todo and (expected_s is None or self._todo[0].num_bytes / self._rate <= room):
                 room -= self._todo[0].num_bytes / self._rate
@@ -129,18 +132,33 @@ class PacedCopy:
 
     def _rest(self, *, told: bool) -> None:
         with self._lock:
+            if self._interrupts():
+                return
             while self._todo:
                 self._queue(self._todo.popleft(), inside=False, told=told)
             self._settle()
 
+    def _interrupts(self) -> bool:
+        """Returns whether this thread queues a batch already: a signal's handler saves or steps. Gives the version up then."""
+        if self._is_queueing:
+            self._fail("a signal's handler came in between its copies")
+            self._settle()
+        return self._is_queueing
+
+    def _fail(self, reason: str) -> None:
+        self._failed = self._failed or reason
+        self._stopped = True
+        self._todo.clear()
+
     def _queue(self, batch: Batch, *, inside: bool, told: bool = True) -> None:
+        self._is_queueing = True
         try:
             copy = self._device.queue(batch.targets, batch.sources)
         except (RuntimeError, LevelNotReached) as error:  # told by `wait`: here it would be raised into a step
-            self._failed = f"a device failed before it had copied: {error}"
-            self._stopped = True
-            self._todo.clear()
+            self._fail(f"a device failed before it had copied: {error}")
             return
+        finally:
+            self._is_queueing = False
         self._queued.append(copy)
         if told:
             self._told(copy.spans, batch.num_bytes, inside)

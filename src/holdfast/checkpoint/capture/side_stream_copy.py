@@ -19,7 +19,7 @@ import ctypes
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -29,8 +29,9 @@ import torch
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.capture import copy_plan
-from holdfast.checkpoint.capture.block_copies import BLOCK_BYTES, BlockCopies
+from holdfast.checkpoint.capture.block_copies import BLOCK_BYTES, BlockCopies, is_plain, send_in_order
 from holdfast.checkpoint.capture.bounce_buffers import BounceBuffers
+from holdfast.checkpoint.capture.one_at_a_time import OneAtATime
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.tiers.memory.slots import Slot
@@ -41,8 +42,6 @@ logger = logging.getLogger(__name__)
 Span: TypeAlias = tuple[torch.Event, torch.Event]
 
 _device, _num_bytes = attrgetter("device"), attrgetter("nbytes")
-# A device puts what does not lie in memory as it is saved in order before it sends it, which takes that much of its memory.
-ORDERED_BYTES = 16 << 20
 # How far a device may be behind its host, by default.
 BEHIND_S = 600.0
 # How often events are looked at that the copying thread waits for: at first, and at most.
@@ -154,6 +153,7 @@ class SideStreams:
         self._bounces: dict[torch.device, BounceBuffers] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         self._full: set[torch.device] = set()
+        self._turns = OneAtATime()
         self._block_memory: dict[torch.device, torch.Tensor | None] = {}
         self._registered: dict[int, tuple[int, torch.device]] = {}
         self._unfinished: deque[_Writing] = deque()
@@ -187,8 +187,18 @@ class SideStreams:
             blocks: what was planned for these very targets before, by device; kept here. None: each goes alone.
 
         Raises:
-            LevelNotReached: those, and a device hangs or failed, or the job broke off.
+            LevelNotReached: those, and a device hangs or failed, or the job broke off. Or this thread queues already: it
+                was interrupted, and memory of the device is half filled.
         """
+        # What is filled, on the device and in pinned memory, is one thread's until it is sent.
+        return self._turns.run(partial(self._queue, targets, sources, blocks))
+
+    def _queue(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        blocks: dict[torch.device, BlockCopies] | None,
+    ) -> DeviceCopy:
         devices = list(map(_device, sources))
         by_device = {device: [i for i, other in enumerate(devices) if other == device] for device in set(devices)}
         spans, all_of_it = [], []
@@ -207,11 +217,9 @@ class SideStreams:
                             blocks[device] = BlockCopies(targets, partial(self._memory, device))
                         blocks[device].queue(sources)
                         todo = blocks[device].others
-                    pairs = [pair for i in todo for pair in _in_order(targets[i], sources[i])]
-                    if not is_queued or not self._is_queued(device, pairs):
-                        as_it_lies = [copy_plan.as_in_memory(targets[i], sources[i]) for i in todo]
-                        pairs = [pair for to, of in as_it_lies for pair in _in_order(to, of)]
-                        self._bounce(device).copy(stream, pairs)
+                    pairs = [(targets[i], sources[i]) for i in todo]
+                    left = self._left(device, pairs) if is_queued else pairs
+                    self._bounce(device).copy(stream, [copy_plan.as_in_memory(to, of) for to, of in left])
                     writing.ended = ended = interface.record(stream)
             finally:
                 writing.queueing = False
@@ -252,18 +260,24 @@ class SideStreams:
             self._unpin(address)
         return True
 
-    def _is_queued(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """Queues the copies; False: a full device cannot put in order what does not lie in memory as it is saved."""
-        if not pairs:
-            return True
-        try:
-            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
-        except torch.OutOfMemoryError:
+    def _left(
+        self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Queues the copies; returns those that the host has to put in order, for a device that is full."""
+        plain = [pair for pair in pairs if is_plain(pair[1])]
+        if plain:
+            torch._foreach_copy_([to for to, _ in plain], [of for _, of in plain], non_blocking=True)
+        if len(plain) == len(pairs):
+            return ()
+        turned = [pair for pair in pairs if not is_plain(pair[1])]
+        memory = self._memory(device)
+        if memory is None:
             say = logger.info if device in self._full else logger.warning
             say("%s has no memory left to put tensors in order; the host does, and saves wait for their copies", device)
             self._full.add(device)
-            return False
-        return True
+            return turned
+        send_in_order([cut for to, of in turned for cut in copy_plan.cut(to, of, memory.nbytes)], memory)
+        return ()
 
     def _stream(self, device: torch.device) -> torch.Stream:
         if device not in self._streams:  # what fills a block is short, and the step's kernels fill the device
@@ -271,7 +285,7 @@ class SideStreams:
         return self._streams[device]
 
     def _memory(self, device: torch.device) -> torch.Tensor | None:
-        """The memory of a device for blocks, asked for once; None: it has none left. Only its side stream may use it."""
+        """The memory of a device for blocks and for what is put in order, asked for once; None: it has none left. Only its side stream may use it."""
         if device not in self._block_memory:
             self._block_memory[device] = None
             with contextlib.suppress(torch.OutOfMemoryError):
@@ -296,12 +310,6 @@ class SideStreams:
         known = self._registered.pop(address, None)
         if known is not None:
             device_of(known[1].type).unregister(known[1], address)
-
-
-def _in_order(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    if source.nbytes <= ORDERED_BYTES or source.is_contiguous():
-        return ((target, source),)
-    return copy_plan.cut(target, source, ORDERED_BYTES)
 
 
 def _address(slot: Slot) -> int:

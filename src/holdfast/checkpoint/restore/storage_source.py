@@ -63,7 +63,7 @@ class StorageSource:
             for run in fetch.chunks or (None,):
                 started, unread = time.perf_counter(), None
                 if run is None:
-                    view, unread = open_bundle(self._storage, version, file, self._shared)
+                    view, unread = open_bundle(self._storage.bundles, version, file, self._shared)
                 else:
                     view = self._read(version, file, run)
                 seconds = time.perf_counter() - started
@@ -87,5 +87,5 @@ class StorageSource:
         with tempfile.TemporaryFile(prefix="holdfast-") as scratch:
             scratch.truncate(end - begin)
             view = memoryview(mmap.mmap(scratch.fileno(), end - begin))
-        self._storage.read_chunks_into(version, file, first, view)
+        self._storage.bundles.read_chunks_into(version, file, first, view)
         return view.toreadonly()

@@ -45,7 +45,8 @@ from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, 
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
-from holdfast.keeper.rpc.client import CALL_TIMEOUT_S, KeeperClient, Slot
+from holdfast.keeper.rpc.client import KeeperClient, Slot
+from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
 from holdfast.tiers.memory.usable_cores import usable_cores
 
@@ -303,7 +304,8 @@ class Saver:
         """Saves the state as it is now as `handle.version`; if that fails, the handle says why."""
         started = time.perf_counter()
         try:
-            self._save(handle, durable=durable)
+            with torch.inference_mode(False):  # what is made there for later saves may not be written outside of it
+                self._save(handle, durable=durable)
         except _NoSlotYet as error:
             logger.warning("%s is given up: %s", handle.version, error)
             handle.give_up(str(error))
@@ -561,6 +563,8 @@ class Saver:
         if gathered.storages != self._storages:
             self._storages = gathered.storages
             self._trust.forget()
+            for view in self._views.values():  # each would keep what was replaced until its slot has its turn
+                view.forget()
         self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)
         structure = self._structure
         renamed = self._link.shared != self._shared.names

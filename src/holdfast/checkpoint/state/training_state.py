@@ -28,8 +28,17 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from holdfast.base.errors import UsageError
-from holdfast.checkpoint.entries.entries import EXCLUDED, MEMORY_ORDER, Collector, Loading, Part, mismatch, twice
+from holdfast.base.errors import MismatchError, UsageError
+from holdfast.checkpoint.entries.entries import (
+    EXCLUDED,
+    MEMORY_ORDER,
+    Collector,
+    Loading,
+    Part,
+    listed,
+    mismatch,
+    twice,
+)
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
 from holdfast.checkpoint.entries.sharding import Layouts
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
@@ -70,6 +79,8 @@ class State:
         info: what a caller writes beside a save.
         carried: values of the loop that live from step to step.
         excluded: what the version says of entries that were left out of it.
+        overwritten: entries of which an attempt that was not finished may have left a part in the objects. Whoever makes
+            another state of the same objects hands it on.
 
     Raises:
         UsageError: an object of another kind, or a name that cannot be used.
@@ -98,6 +109,7 @@ class State:
         self._overlooked = UnsavedStateCheck(self._in_no_version)
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
+        self.overwritten: set[str] = set()
         self._structure = 0
         self._storages = 0
         self._described: Any = None
@@ -296,7 +308,11 @@ class State:
 
     @torch.no_grad()
     def create(self, loading: Loading) -> dict[str, LiveTensor]:
-        """Makes state that was claimed and does not exist yet; the second half of `targets`."""
+        """Makes state that was claimed and does not exist yet; the second half of `targets`.
+
+        From now on the objects are not as the script made them, until `apply` has made them what was saved.
+        """
+        self.overwritten.update(loading.targets)
         for part in self._parts:
             part.create(loading)
         self._loading = loading
@@ -314,7 +330,8 @@ class State:
             What was left out, empty if `targets` was strict.
 
         Raises:
-            UsageError: without `targets` before, or with other arguments.
+            UsageError: without `targets` before, or with other arguments. MismatchError: an attempt before this one left
+                something that this version does not fill.
         """
         loading, self._loading = self._loading, None
         if loading is None or loading.targets.keys() != tensors.keys():
@@ -324,7 +341,28 @@ class State:
         loading.fill_repeated()
         for part in self._parts:
             part.apply(loading)
+        if left := self.overwritten - tensors.keys():  # of a version that had more
+            self.gather()
+            left &= self._persistent.tensors.keys()  # what was copied on the way, or is not there any more, is fine
+        if left:
+            raise MismatchError(
+                f"this version lacks {listed(tuple(sorted(left)))}, and the objects hold a part of what another version had there",
+                remedy="build the objects anew: start this process again",
+            )
+        self.overwritten.clear()
         return loading.record()
+
+    def require_untouched(self) -> None:
+        """Require that no attempt to load something was left unfinished.
+
+        Raises:
+            UsageError: the objects may hold a mixture of what the script made and of what was saved.
+        """
+        if self.overwritten:
+            raise UsageError(
+                "a restore that failed has left a part of what it read in the objects, so nothing can begin with them",
+                remedy="build the objects anew: start this process again",
+            )
 
     def _in_no_version(self) -> Iterator[tuple[str, object]]:
         for part in self._parts:

@@ -117,6 +117,10 @@ class Survivor:
         self._unseen = before is not None and before.step < version.step and self._begun == self._window.begun
         self._noted, self._begun = (version, self._events()), self._window.begun
 
+    def let_go(self) -> None:
+        """Lets go of tensors that are not the state any more, as a save has seen."""
+        self._still.let_go()
+
     def why_changed(self) -> str:
         """Returns why the state is not that of the last step that was noted; empty if it is, as far as can be seen."""
         return self._still.why_not()

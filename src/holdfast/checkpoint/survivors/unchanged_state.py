@@ -64,6 +64,11 @@ class UnchangedStateCheck:
             return "parameters or optimizer state were written outside of an optimizer step"
         return ""
 
+    def let_go(self) -> None:
+        """Lets go of what was noted if the state is other tensors by now: it would be kept until the next note."""
+        if self._state.storages() != self._storages:
+            self.forget()
+
     def forget(self) -> None:
         """Lets go of the tensors."""
         self._seen, self._storages, self.owned, self._spots = None, -1, {}, Spots((), ())

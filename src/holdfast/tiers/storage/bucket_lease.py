@@ -29,6 +29,7 @@ from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.format.strict_json import parse_loose
 from holdfast.tiers.memory.processes import has_ended, machine_id, start_time
 from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.run_lock import PREDECESSOR_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class LeaseLock:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def take(self, run_id: str, *, timeout_s: float) -> None:
+    def take(self, run_id: str, *, timeout_s: float = PREDECESSOR_TIMEOUT_S) -> None:
         """Takes the lock, or finds that this user has it; waits for a predecessor that shows no sign of life.
 
         Args:
@@ -77,6 +78,9 @@ class LeaseLock:
         seen: tuple[int, dict[str, Any]] | None = None
         changed_s = time.monotonic()
         while True:
+            # An answer may be as old as its request, and we may have been stopped since it came: the beat stood still from
+            # the end of its first sight to the beginning of the last one, and not a moment longer.
+            asked_s = time.monotonic()
             number, found = self._newest()
             now = time.monotonic()
             if (number, found) != seen:
@@ -84,7 +88,7 @@ class LeaseLock:
                 if seen is not None and found and now >= deadline:
                     raise self._refusal(found)
                 seen, changed_s = (number, found), now
-            if not found or _is_dead(found) or now - changed_s >= self._lease_s:
+            if not found or _is_dead(found) or asked_s - changed_s >= self._lease_s:
                 if found:
                     logger.warning("the lock of %s is taken over: its holder is gone", _describe(found))
                 if self._create(number + 1, words):

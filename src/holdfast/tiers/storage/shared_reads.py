@@ -4,7 +4,10 @@ A file in the node's runtime directory has one byte per chunk: whether some proc
 chunk locks its byte (fcntl(2), F_OFD_SETLK), so a second one waits. The others then read the same bytes of the same
 file with RWF_NOWAIT, which takes them from the page cache or says that they are not there: storage is not asked for
 them. What the page cache has lost is read from storage again, by one of them. The kernel drops the lock of a process
-that was killed, and another one reads its chunk. Nothing is believed because of that byte: whoever reads proves.
+that was killed, and another one reads its chunk. Nothing is believed because of that byte: whoever reads proves. So where
+the file refuses (a full disk, no locks left), a chunk is read from storage a second time, and that is all.
+
+A forked child has the open file too, and would keep the lock when its parent is dead: it closes it first of all.
 
 Called by `tiers.storage.unread_chunks`.
 """
@@ -14,9 +17,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import logging
 import os
+import stat
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -24,8 +31,11 @@ from typing import TypeVar
 from holdfast.base.errors import StorageBusy
 from holdfast.core.recovery.shared_reading import ReadingPlan
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK = struct.Struct("hhqqi4x")
 _READ = b"\1"
 # Pauses while another process reads a chunk.
@@ -41,19 +51,24 @@ class SharedReads:
         timeout_s: how long a chunk may take that another process reads.
 
     Raises:
-        OSError: the file cannot be made, or this kernel has no such locks.
+        OSError: the file cannot be made, something else stands there, or this kernel has no such locks.
     """
 
     def __init__(self, path: Path, plan: ReadingPlan, *, timeout_s: float) -> None:
         self.plan = plan
         self._path = path
         self._timeout_s = timeout_s
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._refused = False
+        self._fd = os.open(path, _FLAGS, 0o600)
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
             self._set(fcntl.F_UNLCK, 0)
         except BaseException:
-            self.close()
+            self.let_go()
             raise
+        _let_children_go()
+        _opened.add(self)
 
     def read(
         self, bundle_id: str, index: int, cached: Callable[[], T | None], stored: Callable[[], T], where: str
@@ -80,7 +95,7 @@ class SharedReads:
                     if self._was_read(at) and (found := cached()) is not None:
                         return found
                     found = stored()
-                    os.pwrite(self._fd, _READ, at)
+                    self._note(at)
                     return found
             if time.monotonic() > deadline:
                 raise StorageBusy(
@@ -99,25 +114,73 @@ class SharedReads:
     def close(self) -> None:
         """Removes the file, and gives up what this process holds of it."""
         self.remove()
-        os.close(self._fd)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Closes the file, whose name stays for the others."""
+        _opened.discard(self)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _was_read(self, at: int) -> bool:
-        return os.pread(self._fd, 1, at) == _READ
+        try:
+            return os.pread(self._fd, 1, at) == _READ
+        except OSError as error:
+            self._say(error)
+            return False
+
+    def _note(self, at: int) -> None:
+        try:
+            os.pwrite(self._fd, _READ, at)
+        except OSError as error:
+            self._say(error)
 
     @contextlib.contextmanager
     def _turn(self, at: int) -> Iterator[bool]:
-        """Locks a chunk for the block; False: another process has it."""
+        """Locks a chunk for the block; False: another process has it. Where there are no locks left, nobody waits."""
+        is_locked = False
         try:
             self._set(fcntl.F_WRLCK, at)
+            is_locked = True
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            yield False
-            return
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                yield False
+                return
+            self._say(error)
         try:
             yield True
         finally:
-            self._set(fcntl.F_UNLCK, at)
+            if is_locked:
+                with contextlib.suppress(OSError):
+                    self._set(fcntl.F_UNLCK, at)
+
+    def _say(self, error: OSError) -> None:
+        """Says once that the ranks cannot take turns any more: no byte is wrong for that."""
+        if not self._refused:
+            self._refused = True
+            logger.warning(
+                "%s refuses (%s), so ranks of this node may read the same of storage several times; make room in that "
+                "directory, or name another one as runtime_dir",
+                self._path,
+                error,
+            )
 
     def _set(self, kind: int, at: int) -> None:
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, at, 1, 0))
+
+
+# Those of this process that are open.
+_opened: weakref.WeakSet[SharedReads] = weakref.WeakSet()
+
+
+@functools.cache
+def _let_children_go() -> None:
+    """Has every forked child close the files: a lock of an open file lasts until its last owner has."""
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for shared in list(_opened):
+        with contextlib.suppress(OSError):
+            shared.let_go()

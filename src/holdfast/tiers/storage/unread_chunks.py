@@ -19,7 +19,7 @@ from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.storage.manifest import BundleFile
 from holdfast.tiers.storage.shared_reads import SharedReads
-from holdfast.tiers.storage.version_store import Storage
+from holdfast.tiers.storage.stored_bundles import StoredBundles
 
 _UNTOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -33,7 +33,7 @@ class UnreadChunks:
         shared: other processes of this node that read the same; None: there are none.
     """
 
-    storage: Storage
+    bundles: StoredBundles
     version: Version
     file: BundleFile
     shared: SharedReads | None = None
@@ -49,20 +49,20 @@ class UnreadChunks:
         """
 
         def stored() -> str:
-            return self.storage.read_chunk(self.version, self.file, index, chunk)
+            return self.bundles.read_chunk(self.version, self.file, index, chunk)
 
         if self.shared is None:
             return stored()
 
         def cached() -> str | None:
             try:
-                digest = self.storage.read_chunk(self.version, self.file, index, chunk, cached=True)
+                digest = self.bundles.read_chunk(self.version, self.file, index, chunk, cached=True)
             except NotCachedError:
                 return None
             self._cached.append(len(chunk))
             return digest
 
-        where = f"{self.storage.where}/{self.version}/{self.file.file}"
+        where = self.bundles.where(self.version, self.file)
         return self.shared.read(self.file.ref.bundle_id, index, cached, stored, where)
 
     def order(self, chunks: Sequence[int]) -> list[int]:
@@ -72,7 +72,7 @@ class UnreadChunks:
     def streams(self, done: Callable[[int], None]) -> Streams:
         """Streams to read it by; who shares it holds a share of the buffers."""
         ranks = 1 if self.shared is None else self.shared.plan.num_ranks
-        return self.storage.streams(self.file.length // ranks, done, buffered=True)
+        return self.bundles.streams(self.file.length // ranks, done, buffered=True)
 
     @property
     def cached_bytes(self) -> int:
@@ -86,7 +86,7 @@ class UnreadChunks:
 
 
 def open_bundle(
-    storage: Storage, version: Version, file: BundleFile, shared: SharedReads | None = None
+    bundles: StoredBundles, version: Version, file: BundleFile, shared: SharedReads | None = None
 ) -> tuple[memoryview, UnreadChunks]:
     """Returns the image, of which the header and the values are here, and how the rest is read.
 
@@ -94,7 +94,7 @@ def open_bundle(
         CorruptError: missing, cut short, or damaged. StorageError: the path refuses.
     """
     view = memoryview(mmap.mmap(-1, max(1, file.length), flags=_UNTOUCHED))[: file.length]
-    unread = UnreadChunks(storage, version, file, shared)
+    unread = UnreadChunks(bundles, version, file, shared)
     here = unread.here
 
     def bring(start: int, end: int) -> None:
@@ -103,7 +103,7 @@ def open_bundle(
                 unread.read(index, view[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
                 here.add(index)
 
-    where = f"{storage.where}/{version}/{file.file}"
+    where = bundles.where(version, file)
     bring(0, min(CHUNK_BYTES, file.length))
     header_bytes = image_format.header_length(view[:8], file.length, where)
     bring(0, header_bytes)

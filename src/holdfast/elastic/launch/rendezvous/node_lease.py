@@ -61,12 +61,15 @@ class Identity:
         first: Claim | None = None
         since = time.monotonic()
         while True:
+            asked_s = time.monotonic()
             raw, known = self._read()
             if self._held and not stands(known, self._mine):
                 raise self._replaced(known)
-            first = first if first is not None and known is not None and first.nonce == known.nonce else known
+            if first is None or known is None or first.nonce != known.nonce:
+                first, since = known, time.monotonic()  # whoever is new there has the whole guard time
             moved = known is not None and first is not None and known.beat != first.beat
-            still_s = -1.0 if moved else time.monotonic() - since
+            # It stood still from the end of its first sight to the beginning of the last one.
+            still_s = -1.0 if moved else max(0.0, asked_s - since)
             decision = admit(known, self._mine, gone=_is_gone(known), still_s=still_s, guard_s=self._guard_s)
             if decision.value is None:
                 raise InUse(

@@ -44,7 +44,10 @@ struct Crossing {
     const double rate = settings().copy_rate;
     const double seconds = rate > 0 ? static_cast<double>(bytes) / rate : 0;
     if (is_plain(to, from)) return move_in_pieces(seconds);
-    move(0, bytes, seconds, [this] { at::Tensor(to).copy_(from); });
+    move(0, bytes, seconds, [this] {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      at::Tensor(to).copy_(from);
+    });
   }
 
  private:
@@ -69,6 +72,14 @@ struct Crossing {
   }
 };
 
+// As CUDA does it: the bits as they are come late, and what they stand for is worked out by the host, which waits for nothing.
+void finish_on_host(Crossing crossing, Stream& stream, at::Tensor& self, at::Tensor& (at::Tensor::*finish)() const) {
+  crossing.from._set_conj(crossing.to.is_conj());
+  crossing.from._set_neg(crossing.to.is_neg());
+  stream.push([crossing] { crossing(); });
+  (self.*finish)();
+}
+
 void copy_across(at::Tensor& self, const at::Tensor& given, bool non_blocking) {
   const bool to_host = is_ours(given);
   // As CUDA does it: what does not lie in memory as it is on the other side is put in order on the device, with its memory.
@@ -91,6 +102,8 @@ void copy_across(at::Tensor& self, const at::Tensor& given, bool non_blocking) {
     return;
   }
   ++counts().late_copies;
+  if (to_host && source.is_conj() != self.is_conj()) return finish_on_host(crossing, stream, self, &at::Tensor::conj_physical_);
+  if (to_host && source.is_neg() != self.is_neg()) return finish_on_host(crossing, stream, self, &at::Tensor::neg_);
   const auto kept = is_from_pinned_allocator(host.storage().data_ptr()) ? host.storage() : c10::Storage();
   stream.push([crossing, kept] { crossing(); });
 }
@@ -131,8 +144,33 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
   return copy_(to, self, false);
 }
 
+// Whether CUDA copies these by one kernel of its own: all on one device, of one type, and each pair alike.
+bool is_fast(at::TensorList self, at::TensorList source) {
+  for (size_t i = 0; i < self.size(); ++i) {
+    const bool fits = self[i].device() == self[0].device() && source[i].device() == self[0].device() &&
+                      self[i].scalar_type() == self[0].scalar_type() &&
+                      source[i].scalar_type() == self[0].scalar_type() && self[i].sizes() == source[i].sizes() &&
+                      self[i].strides() == source[i].strides();
+    if (!fits) return false;
+  }
+  return self.size() > 0;
+}
+
+// That kernel computes in float where a type is narrower, so what is no number gets other bits; and some types it has not.
+void copy_fast(at::TensorList self, at::TensorList source) {
+  const auto type = self[0].scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(!at::isBarebonesUnsignedType(type), "\"foreach_tensor_copy\" not implemented for '", type, "'");
+  const bool is_narrow = at::isFloatingType(type) && self[0].element_size() < 4;
+  for (size_t i = 0; i < self.size(); ++i) {
+    launch(self[i].device().index(), [is_narrow, to = on_host(self[i]), from = on_host(source[i])]() mutable {
+      to.copy_(is_narrow ? from.to(at::kFloat) : from);
+    });
+  }
+}
+
 void foreach_copy_(at::TensorList self, at::TensorList source, bool non_blocking) {
   TORCH_CHECK(self.size() == source.size(), "lists of ", self.size(), " and ", source.size(), " tensors");
+  if (is_fast(self, source)) return copy_fast(self, source);
   for (size_t i = 0; i < self.size(); ++i) {
     at::Tensor to = self[i];
     to.copy_(source[i], non_blocking);

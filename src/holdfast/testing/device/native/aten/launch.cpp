@@ -29,7 +29,7 @@ namespace {
 Work timed(int device, Work kernel) {
   return [device, kernel = std::move(kernel)] {
     simdev::device(device).pause(settings().kernel_time);
-    const at::AutoDispatchBelowAutograd below;
+    const at::AutoDispatchBelowADInplaceOrView below;
     kernel();
   };
 }
