@@ -311,7 +311,7 @@ class CheckpointEngine:
         return collectives.share(self._group, read).decode(errors="replace").strip()
 
     def _is_later(self, latest: str) -> bool:
-        """Whether DeepSpeed's own files are to be loaded instead of the version that was brought back: a later step, and asked for."""
+        """Return whether `latest` names a later step than the version that was brought back, and is to be loaded instead."""
         theirs, ours = _step_of(latest), _step_of(self._files.tag)
         if theirs is None or ours is None or theirs <= ours:
             return False
