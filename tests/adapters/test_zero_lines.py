@@ -250,7 +250,9 @@ def test_what_is_kept_or_refused_is_an_event(
     script = tmp_path / "train.py"
     script.write_text(source)
     ScriptLauncher(str(tmp_path / "root"), events)(RunOrder(1, arguments=(str(script),)))
-    assert [line for line in heard if line.startswith("script_")] == told
+    lines = [line for line in heard if line.startswith("script_lines")]
+    assert [line for line in heard if line.startswith("script_") and line not in lines] == told
+    assert bool(lines) == ("optimizer.step()" in source and told[-1].startswith("script_refused"))
 
 
 def test_a_script_with_a_trainer_is_not_frightened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
