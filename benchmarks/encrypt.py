@@ -47,16 +47,16 @@ def main() -> None:
             return storage
 
         plain, secret = job("plain", ""), job("secret", str(key))
-        files = [storage.write_bundle(version, ref, seal, image, stamp=stamp) for storage in (plain, secret)]
+        files = [storage.bundles.write(version, ref, seal, image, stamp=stamp) for storage in (plain, secret)]
         rounds = 3 if options.quick else 9
         writes = measure.paired(
-            lambda: timed(lambda: plain.write_bundle(version, ref, seal, image, stamp=stamp)),
-            lambda: timed(lambda: secret.write_bundle(version, ref, seal, image, stamp=stamp)),
+            lambda: timed(lambda: plain.bundles.write(version, ref, seal, image, stamp=stamp)),
+            lambda: timed(lambda: secret.bundles.write(version, ref, seal, image, stamp=stamp)),
             rounds,
         )
         reads = measure.paired(
-            lambda: timed(lambda: plain.read_bundle_into(version, files[0], into)),
-            lambda: timed(lambda: secret.read_bundle_into(version, files[1], into)),
+            lambda: timed(lambda: plain.bundles.read_into(version, files[0], into)),
+            lambda: timed(lambda: secret.bundles.read_into(version, files[1], into)),
             rounds,
         )
         if into != image:

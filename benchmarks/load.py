@@ -81,14 +81,14 @@ class Job:
         self.runtime = str(home / "rt")
         self.storage = open_storage(self.root, Events())
         self.id = self.storage.claim()
-        self.version = Version(self.storage.register_incarnation(), 1)
+        self.version = Version(self.storage.incarnations.register(), 1)
         self.manifest = write(self.storage, self.version, world, num_bytes)
         self.topology = Topology(tuple(f"n{rank}" for rank in range(world)), tuple(range(world)))
 
     def load(self, start: Callable[[str, Config], RuntimePaths]) -> tuple[float, float]:
         """Seconds for all ranks with fresh keepers, and bytes read from storage over those of the state."""
         places = [start(self.root, Config(runtime_dir=self.runtime, node_label=n, linger_s=30.0)) for n in self.nodes]
-        incarnation = self.storage.register_incarnation()
+        incarnation = self.storage.incarnations.register()
         assembly = Assembly(
             incarnation, self.root, self.id, self.topology, tuple(place.address for place in places), lineage=()
         )
@@ -132,7 +132,7 @@ def _all(threads: list[threading.Thread]) -> None:
 def end(clients: list[KeeperClient], places: list[RuntimePaths]) -> None:
     """Ends the keepers and waits until they have cleared away."""
     for client in clients:
-        pid = client.pid
+        pid = client.welcome.pid
         client.close()
         os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + TIMEOUT_S
@@ -157,7 +157,7 @@ def write(storage: Storage, version: Version, world: int, num_bytes: int) -> Man
         ref = BundleRef(
             bundle.bundle_id, bundle.ranks, bundle.index, bundle.count, bundle.num_bytes, fingerprint(bundle)
         )
-        files.append(storage.write_bundle(version, ref, seal, memoryview(image), stamp=stamp))
+        files.append(storage.bundles.write(version, ref, seal, memoryview(image), stamp=stamp))
     name, length, digest = storage.write_part(version, 0, files, stamp=stamp)
     root = Manifest(version, storage.job_id(), world, "0123456789abcdef", None, {name: (length, digest)})
     storage.commit(root, stamp=stamp)

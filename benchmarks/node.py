@@ -134,7 +134,7 @@ def stream_shares(report: Report, home: Path, rounds: int) -> None:
     seal = image_format.seal("all", data)
     back = memoryview(mmap.mmap(-1, len(data)))
     storage = open_storage(home, Events(), encryption=KeySource(""))
-    storage._readers = StreamCount(most=STREAMS)
+    storage.bundles._readers = StreamCount(most=STREAMS)
     storage._backend._streams = StreamCount(most=STREAMS)  # type: ignore[attr-defined]
     storage.claim()
     end = pace.limit_streams(STREAM_MIB_PER_S * MIB)
@@ -142,10 +142,10 @@ def stream_shares(report: Report, home: Path, rounds: int) -> None:
         rates: dict[str, list[float]] = {"write": [], "read": []}
         for number in range(rounds):
             version, ref = Version(1, number + 1), BundleRef("all", (0,), 0, 1, 0, "")
-            write = partial(storage.write_bundle, version, ref, seal, memoryview(data), stamp=make_stamp(1))
+            write = partial(storage.bundles.write, version, ref, seal, memoryview(data), stamp=make_stamp(1))
             writing = timed(write)
             file = BundleFile.of(ref, seal, "")
-            reading = timed(partial(storage.read_bundle_into, version, file, back))
+            reading = timed(partial(storage.bundles.read_into, version, file, back))
             assert back == data
             rates["write"].append(STREAMED_MIB / writing)
             rates["read"].append(STREAMED_MIB / reading)

@@ -52,7 +52,7 @@ class Pair:
     def __init__(self, home: Path, num_bytes: int, network: dict[str, str]) -> None:
         self.root, topology = str(home / "ck"), Topology(("a", "b"), (0, 1))
         storage = open_storage(self.root, Events())
-        job_id, number = storage.claim(), storage.register_incarnation()
+        job_id, number = storage.claim(), storage.incarnations.register()
         self.number = number
         self.clients: list[KeeperClient] = []
         self._images: list[bytes] = []
@@ -72,7 +72,7 @@ class Pair:
             plan = image_format.plan_image(bundle, 0)
             self._images.append(plan.header + os.urandom(4096) * (-(-(plan.length - len(plan.header)) // 4096)))
             self._spans.append(ImageSpan(layouts[-1].bundles[0], 0, plan.length))
-        addresses = tuple(client.address for client in self.clients)
+        addresses = tuple(client.welcome.address for client in self.clients)
         assembly = Assembly(number, self.root, job_id, topology, addresses)
         for client, layout, span in zip(self.clients, layouts, self._spans, strict=True):
             client.assemble(assembly)
@@ -93,13 +93,13 @@ class Pair:
     def replicate(self) -> float:
         """Bytes per second of one pull, as the keeper measured it."""
         version = self.save()
-        self.clients[0].wait(version, Level.REPLICATED, WAIT_S)
+        self.clients[0].announced.wait(version, Level.REPLICATED, WAIT_S)
         facts = self.clients[1].status()["replication"]
         return float(facts["last_bytes"] / facts["last_seconds"])
 
     def close(self) -> None:
         for client in self.clients:
-            pid = client.pid
+            pid = client.welcome.pid
             client.close()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -197,7 +197,9 @@ def step_time(report: Report, pair: Pair, rounds: int) -> None:
     for _ in range(rounds):
         idle.append(statistics.median(measure.timed(step) for _ in range(8)))
         version = pair.save()
-        during = steps_until(step, lambda version=version: pair.clients[0].level(version)[0] >= Level.REPLICATED)
+        during = steps_until(
+            step, lambda version=version: pair.clients[0].announced.level(version)[0] >= Level.REPLICATED
+        )
         busy.append(statistics.mean(during))
     milliseconds = {"idle": round(statistics.median(idle) * 1e3, 2), "busy": round(statistics.median(busy) * 1e3, 2)}
     report.figure("step_time_ratio", measure.ratio(busy, idle), "ratio", milliseconds=milliseconds)

@@ -58,9 +58,6 @@ MAY_NAME_FRAMEWORKS = {
 MAX_PUBLIC_METHODS = 20
 MANY_PUBLIC_METHODS = {
     "testing/device/torch_sim.py: DeviceModule": "PyTorch asks a device's module for each of these names",
-    "keeper/rpc/client.py: KeeperClient": "a method for each message of a trainer; they share one connection and its slots",
-    "keeper/slots/keeper_state.py: NodeState": "a method for each fact that a keeper hears; all change under one lock",
-    "tiers/storage/version_store.py: Storage": "one root; reading, writing and retention see the same names and cache",
 }
 
 # What only tests give: a clock of theirs, in the place of a device's.

@@ -128,7 +128,7 @@ def test_two_ranks_store_shared_slices_once_and_get_their_own_back(
     where = [
         (entry.name.rpartition("/")[2], bundle.ref.ranks)
         for bundle in manifest.bundles
-        for entry in storage.image(manifest.version, bundle).entries
+        for entry in storage.bundles.image(manifest.version, bundle).entries
         if "shared" in entry.name
     ]
     if dedup:

@@ -162,5 +162,5 @@ def test_weights_that_all_ranks_hold_are_stored_once(way: str, workshop: Worksho
     shared = {bundle.file for bundle in manifest.bundles if bundle.ref.ranks == (0, 1)}
     assert bool(shared) == (way != "zero3")
     for bundle in manifest.bundles:
-        weights = [e for e in storage.image(manifest.version, bundle).entries if ".module." in e.name]
+        weights = [e for e in storage.bundles.image(manifest.version, bundle).entries if ".module." in e.name]
         assert way == "zero3" or not weights or bundle.file in shared

@@ -107,7 +107,7 @@ def plugin(tmp_path: Path, runtime_dir: Path) -> Iterator[Any]:
 
 
 def pins(tmp_path: Path) -> set[str]:
-    return {str(version) for version in open_storage(tmp_path / "versions", Events()).pins()}
+    return {str(version) for version in open_storage(tmp_path / "versions", Events()).marks.pins()}
 
 
 def test_a_checkpoint_of_lightnings_own_comes_back_as_it_was_and_draws_no_number(plugin: Any, tmp_path: Path) -> None:

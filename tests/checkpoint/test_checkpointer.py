@@ -392,7 +392,9 @@ def test_cadence_and_close_make_the_last_step_durable(make: Make, tmp_path: Path
     following = make(other)
     assert following.restore() == 7
     assert other.fingerprint() == final
-    assert open_storage(tmp_path / "job", Events()).lineage() == {1: None, 2: Version(1, 6)}, "before training goes on"
+    assert open_storage(tmp_path / "job", Events()).incarnations.lineage() == {1: None, 2: Version(1, 6)}, (
+        "before training goes on"
+    )
     assert following.last_restore is not None
     assert set(following.last_restore.bytes) == {"storage"}
     assert all(why.startswith("from storage, as no memory holds") for why in following.last_restore.sources.values())

@@ -87,7 +87,7 @@ def test_flush_callbacks_pins_and_further_places(make: Make, tmp_path: Path) -> 
 
     far = open_storage(tmp_path / "far", Events())
     for file in far.manifest(Version(1, 1)).bundles:
-        far.verify_bundle(Version(1, 1), file)
+        far.bundles.verify(Version(1, 1), file)
     other = Trainee()
     elsewhere = make(other, path=tmp_path / "far")
     assert elsewhere.restore() == 2
@@ -427,8 +427,8 @@ def test_another_place_knows_the_incarnations_between(make: Make, tmp_path: Path
             checkpointer.flush(DEADLINE_S)
         checkpointer.close()
     far = open_storage(place, Events())
-    assert far.lineage() == open_storage(tmp_path / "job", Events()).lineage()
-    lines = Lineage(far.lineage()).lines(far.versions())
+    assert far.incarnations.lineage() == open_storage(tmp_path / "job", Events()).incarnations.lineage()
+    lines = Lineage(far.incarnations.lineage()).lines(far.versions())
     assert {line.first for line in lines} == {1}, "one run, not one that a fresh start ended and another"
 
 
@@ -462,5 +462,5 @@ def test_a_place_with_a_cut_chain_says_so_and_the_next_copy_mends_it(make: Make,
     checkpointer.close()
     assert (place / missing).read_bytes() == (job / missing).read_bytes()
     far = open_storage(place, Events())
-    assert far.lineage() == open_storage(job, Events()).lineage()
-    assert Lineage(far.lineage()).cut is None
+    assert far.incarnations.lineage() == open_storage(job, Events()).incarnations.lineage()
+    assert Lineage(far.incarnations.lineage()).cut is None

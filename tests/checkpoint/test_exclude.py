@@ -47,7 +47,7 @@ def train(model: Adapted, optimizer: torch.optim.Optimizer) -> None:
 def entries(path: Path) -> set[str]:
     storage = open_storage(path / "job", Events())
     version = storage.versions()[-1]
-    images = [storage.image(version, file) for file in storage.manifest(version).bundles]
+    images = [storage.bundles.image(version, file) for file in storage.manifest(version).bundles]
     return {entry.name for image in images for entry in image.entries}
 
 

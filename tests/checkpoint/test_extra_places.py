@@ -23,7 +23,8 @@ from holdfast.checkpoint.save import extra_places
 from holdfast.checkpoint.save.durable_tracker import DurableTracker
 from holdfast.checkpoint.save.extra_places import MAX_WAITING, ExtraPlaces
 from holdfast.core.model import Version
-from holdfast.tiers.storage.version_store import Storage, open_storage
+from holdfast.tiers.storage.stored_bundles import StoredBundles
+from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee, leave
 
@@ -35,14 +36,14 @@ Hold = Callable[[str], threading.Event]
 def slow(monkeypatch: pytest.MonkeyPatch) -> Hold:
     """Makes places of a name slow: nothing is written there until the event is set."""
     gates: dict[str, threading.Event] = {}
-    write = Storage.write_bundle
+    write = StoredBundles.write
 
-    def slowly(self: Storage, *args: Any, **kwargs: Any) -> Any:
-        gate = gates.get(Path(self.where).name)
+    def slowly(self: StoredBundles, *args: Any, **kwargs: Any) -> Any:
+        gate = gates.get(Path(self._backend.properties.where).name)
         assert gate is None or gate.wait(60)
         return write(self, *args, **kwargs)
 
-    monkeypatch.setattr(Storage, "write_bundle", slowly)
+    monkeypatch.setattr(StoredBundles, "write", slowly)
 
     def make_slow(name: str) -> threading.Event:
         return gates.setdefault(name, threading.Event())
@@ -55,7 +56,7 @@ def versions(path: Path) -> list[Version]:
 
 
 def held(path: Path) -> list[Version]:
-    return sorted(open_storage(path, Events()).held())
+    return sorted(open_storage(path, Events()).marks.held())
 
 
 def durable(checkpointer: Any, trainee: Trainee, *steps: int) -> None:
@@ -82,7 +83,7 @@ def test_a_version_stays_while_it_waits_and_while_it_is_copied(make: Make, tmp_p
     for version in versions(far):
         storage = open_storage(far, Events())
         for file in storage.manifest(version).bundles:
-            storage.verify_bundle(version, file)
+            storage.bundles.verify(version, file)
     assert held(job) == []
     durable(checkpointer, trainee, 7)
     eventually(lambda: versions(job) == [Version(1, 6), Version(1, 7)])
@@ -234,7 +235,7 @@ def test_places_are_collected_until_the_version_is_durable(tmp_path: Path, monke
     copied: list[str] = []
     monkeypatch.setattr(extra_places, "duplicate", lambda _, place, *__: copied.append(place))
     handle = Handle(version=Version(1, 4), durable=(False, "on its way"))
-    source: Any = SimpleNamespace(hold=lambda *_: None, release=lambda *_: None)
+    source: Any = SimpleNamespace(marks=SimpleNamespace(hold=lambda *_: None, release=lambda *_: None))
     opened: Any = lambda place: place  # noqa: E731
     durables = DurableTracker(None, ExtraPlaces(source, opened, 1), timeout_s=DEADLINE_S)
     for places in (["a"], [], ["b", "a"]):
@@ -258,7 +259,7 @@ def test_a_place_that_falls_behind_gets_the_newest_versions(monkeypatch: pytest.
         told.append((version.step, error))
 
     monkeypatch.setattr(extra_places, "duplicate", copy)
-    source: Any = SimpleNamespace(hold=lambda *_: None, release=lambda *_: None)
+    source: Any = SimpleNamespace(marks=SimpleNamespace(hold=lambda *_: None, release=lambda *_: None))
     opened: Any = lambda place: place  # noqa: E731
     durables = DurableTracker(tell, ExtraPlaces(source, opened, 1), timeout_s=DEADLINE_S)
     handle: Any = Handle(version=Version(1, 0), durable=(True, ""))
@@ -284,7 +285,7 @@ def test_a_keeper_that_dies_while_a_version_is_copied_makes_it_no_less_durable(m
         assert gate.wait(DEADLINE_S)
 
     monkeypatch.setattr(extra_places, "duplicate", copy)
-    source: Any = SimpleNamespace(hold=lambda *_: None, release=lambda *_: None)
+    source: Any = SimpleNamespace(marks=SimpleNamespace(hold=lambda *_: None, release=lambda *_: None))
     opened: Any = lambda place: place  # noqa: E731
     durables = DurableTracker(lambda *said: told.append(said), ExtraPlaces(source, opened, 1), timeout_s=0.2)
     handle: Any = Handle(version=Version(1, 0), durable=(True, ""))

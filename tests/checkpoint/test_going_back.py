@@ -14,8 +14,7 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Version
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import Round
-from holdfast.tiers.backends.local import LocalBackend
-from holdfast.tiers.storage import incarnations
+from holdfast.tiers.storage.incarnations import Incarnations
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make, Trainee, leave
 from tiers.samples import new_store
@@ -68,15 +67,15 @@ def test_the_same_wish_counts_again_after_another_or_a_start_without(make: Make)
 
 def test_a_start_that_did_not_come_so_far_fulfils_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(make, NO_WISH, steps=3) == 0
-    record = incarnations.record_resumed
+    record = Incarnations.record_resumed
 
     def dies(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(incarnations, "record_resumed", dies)
+    monkeypatch.setattr(Incarnations, "record_resumed", dies)
     with pytest.raises(KeyboardInterrupt):
         start(make, str(OLD))
-    monkeypatch.setattr(incarnations, "record_resumed", record)
+    monkeypatch.setattr(Incarnations, "record_resumed", record)
     assert start(make, str(OLD)) == OLD.step + 1
 
 
@@ -93,14 +92,14 @@ def test_what_the_script_names_itself_goes_before_and_the_wish_is_named(
 def test_a_damaged_record_of_a_wish_is_an_error_only_for_whoever_wishes(tmp_path: Path) -> None:
     root = tmp_path / "root"
     store = new_store(root)
-    store.record_wished(1, OLD)
-    assert store.fulfilled() is None, "nothing was resumed from"
-    store.record_resumed(1, OLD)
-    assert store.fulfilled() == (1, OLD)
+    store.incarnations.record_wished(1, OLD)
+    assert store.incarnations.fulfilled() is None, "nothing was resumed from"
+    store.incarnations.record_resumed(1, OLD)
+    assert store.incarnations.fulfilled() == (1, OLD)
     (root / "incarnations" / "000001.wished.json").write_bytes(b"{}")
     with pytest.raises(CorruptError, match="wished"):
-        incarnations.fulfilled(LocalBackend(root))
-    assert open_storage(root, Events()).lineage() == {1: OLD}, "to others it says nothing"
+        store.incarnations.fulfilled()
+    assert open_storage(root, Events()).incarnations.lineage() == {1: OLD}, "to others it says nothing"
 
 
 @pytest.mark.parametrize(

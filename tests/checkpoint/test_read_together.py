@@ -48,7 +48,7 @@ class Rank:
     def load(self) -> None:
         file = self.stored.file
         try:
-            view, self.unread = open_bundle(self.stored.storage, V1, file, self.shared)
+            view, self.unread = open_bundle(self.stored.storage.bundles, V1, file, self.shared)
         except HoldfastError as error:
             self.faults = {file.ref.bundle_id: error}
             return
@@ -66,7 +66,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Stored:
     key.write_text(random.Random(1).randbytes(32).hex())
     key.chmod(0o600)
     found = Stored(tmp_path, str(key) if request.param == "encrypted" else "")
-    if not found.storage.has_page_cache(V1, found.file.file):
+    if not found.storage.bundles.has_page_cache(V1, found.file.file):
         pytest.skip("the file system of the temporary directory cannot tell what is cached")
     return found
 

@@ -175,7 +175,7 @@ def test_a_durable_version_out_of_reach_is_an_error_and_nothing_older_is_taken(
         with pytest.raises(UsageError):
             following.save(7)
         leave(following)
-    assert set(open_storage(root, Events()).lineage()) == {1}, "nothing was gone on with"
+    assert set(open_storage(root, Events()).incarnations.lineage()) == {1}, "nothing was gone on with"
     again = make(other)
     assert again.restore() == NUM_STEPS
     assert other.fingerprint() == kept
@@ -269,7 +269,7 @@ def test_one_bad_read_takes_no_older_version(
     assert following.restore() == NUM_STEPS
     assert left == [0], "the fault was met"
     assert all(torch.equal(tensor, kept[name]) for name, tensor in other.model.state_dict().items())
-    assert open_storage(tmp_path / "job", Events()).lineage()[2] == NEWEST
+    assert open_storage(tmp_path / "job", Events()).incarnations.lineage()[2] == NEWEST
     leave(following)
 
 
@@ -359,10 +359,10 @@ def test_a_missing_file_under_a_vanished_path_is_not_damage(tmp_path: Path) -> N
     with pytest.raises(StorageError, match="vanished"):
         store.manifest(Version(1, 1))
     with pytest.raises(StorageError, match="vanished"):
-        store.read_bundle_into(Version(1, 1), manifest.bundles[0], memoryview(bytearray(manifest.bundles[0].length)))
+        store.bundles.read_into(Version(1, 1), manifest.bundles[0], memoryview(bytearray(manifest.bundles[0].length)))
     (tmp_path / "root").mkdir()
     with pytest.raises(StorageError, match="vanished"):
-        store.image(Version(1, 1), manifest.bundles[0])
+        store.bundles.image(Version(1, 1), manifest.bundles[0])
 
 
 @pytest.mark.parametrize("by", ["argument", "setting"])
@@ -440,7 +440,7 @@ def test_a_version_that_is_passed_over_unproven_is_kept(
     leave(following)
     storage = open_storage(tmp_path / "job", Events())
     assert NEWEST in storage.versions()
-    assert storage.pins() == {NEWEST}
+    assert storage.marks.pins() == {NEWEST}
 
 
 # --- all ranks alike, and keepers that do not answer

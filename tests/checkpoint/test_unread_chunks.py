@@ -193,7 +193,7 @@ def test_a_disk_that_hangs_is_an_error_and_what_comes_later_reaches_no_tensor(
     (fault,) = stored.fill(source, patience_s=0.5).values()
     assert isinstance(fault, StorageBusy)
     assert "nothing was read for" in fault.what
-    assert fault.where == str(tmp_path / "job")
+    assert fault.where == str(stored.path)
     before = [raw(tensor) for tensor in stored.tensors.values()]
     disk.end()
     assert [raw(tensor) for tensor in stored.tensors.values()] == before

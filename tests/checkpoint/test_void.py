@@ -301,7 +301,9 @@ def test_a_note_that_was_under_way_when_the_job_broke_off_is_not_live(
 def test_what_storage_is_given_was_read_before_the_job_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job without memory of keepers writes live tensors to storage: bytes that were read behind an abort are not."""
     written: list[object] = []
-    saver = SimpleNamespace(_storage=SimpleNamespace(write_bundle=lambda *args, **_: written.append(args)))
+    saver = SimpleNamespace(
+        _storage=SimpleNamespace(bundles=SimpleNamespace(write=lambda *args, **_: written.append(args)))
+    )
     image = SimpleNamespace(plan=SimpleNamespace(length=8), ref=SimpleNamespace(bundle_id="b"))
     plan: Any = SimpleNamespace(images=[image])
     monkeypatch.setattr(storage_saver, "_fill", lambda *_: open_checkpointers.void())

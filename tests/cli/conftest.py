@@ -39,7 +39,7 @@ def checkpoint(tmp_path: Path) -> Path:
     root = tmp_path / "checkpoints"
     storage = open_storage(root, Events())
     job = storage.claim()
-    storage.register_incarnation()
+    storage.incarnations.register()
     for step in (10, 20):
         commit(storage, job, Version(1, step))
     return root
@@ -65,6 +65,6 @@ def commit(storage: Storage, job: str, version: Version) -> None:
             bundle.bundle_id, bundle.ranks, bundle.index, bundle.count, bundle.num_bytes, fingerprint(bundle)
         )
         seal = image_format.seal(bundle.bundle_id, image)
-        files.append(storage.write_bundle(version, ref, seal, memoryview(image), stamp=stamp))
+        files.append(storage.bundles.write(version, ref, seal, memoryview(image), stamp=stamp))
     name, length, digest = storage.write_part(version, 0, files, stamp=stamp)
     storage.commit(Manifest(version, job, 2, "f" * 32, None, {name: (length, digest)}), stamp=stamp)

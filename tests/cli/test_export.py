@@ -41,7 +41,7 @@ class Writer:
     def __init__(self, root: Path) -> None:
         self.storage = open_storage(root, Events())
         self.job = self.storage.claim()
-        self.storage.register_incarnation()
+        self.storage.incarnations.register()
         self.files: list[Any] = []
 
     def bundle(
@@ -65,7 +65,7 @@ class Writer:
             image[plan.values_span[0] :] = raw
         ref = BundleRef(bundle.bundle_id, bundle.ranks, 0, 1, bundle.num_bytes, fingerprint(bundle))
         seal = image_format.seal(bundle.bundle_id, image)
-        self.files.append(self.storage.write_bundle(VERSION, ref, seal, memoryview(image), stamp=make_stamp(1)))
+        self.files.append(self.storage.bundles.write(VERSION, ref, seal, memoryview(image), stamp=make_stamp(1)))
 
     def commit(self, world_size: int) -> None:
         stamp = make_stamp(1)

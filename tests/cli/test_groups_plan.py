@@ -68,7 +68,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     topology = uniform(8, 4)
     storage = open_storage(root, Events())
     job, version, stamp = storage.claim(), Version(1, 5), make_stamp(1)
-    storage.register_incarnation()
+    storage.incarnations.register()
     files: dict[str, BundleFile] = {}
     for rank in range(8):
         for bundle in plan_bundles(SAVED.shards(rank), values_of=(), topology=topology):
@@ -79,7 +79,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 identity = (bundle.bundle_id, bundle.ranks, bundle.index, bundle.count)
                 ref = BundleRef(*identity, bundle.num_bytes, fingerprint(bundle))
                 seal = image_format.seal(bundle.bundle_id, data)
-                files[bundle.bundle_id] = storage.write_bundle(version, ref, seal, memoryview(data), stamp=stamp)
+                files[bundle.bundle_id] = storage.bundles.write(version, ref, seal, memoryview(data), stamp=stamp)
     name, length, digest = storage.write_part(version, 0, list(files.values()), stamp=stamp)
     storage.commit(Manifest(version, job, 8, "f" * 32, None, {name: (length, digest)}), stamp=stamp)
     return root

@@ -11,7 +11,7 @@ from cli.conftest import Run
 from holdfast.base.events import Events
 from holdfast.cli.stored.remove import remove
 from holdfast.core.model import Version
-from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.incarnations import Incarnations, make_stamp
 from holdfast.tiers.storage.version_store import Storage, open_storage
 from tiers.samples import new_store, save, tree
 
@@ -20,12 +20,12 @@ from tiers.samples import new_store, save, tree
 def root(tmp_path: Path) -> Path:
     """Two runs that fresh starts ended, the second with a roll-back in it, and the one that goes on."""
     store = new_store(tmp_path / "root")
-    store.record_resumed(1, None)
+    store.incarnations.record_resumed(1, None)
     for step in (1, 2):
         save(store, Version(1, step))
     for incarnation, resumed, steps in ((2, None, (1, 2, 3)), (3, Version(2, 2), (3,)), (4, None, (1, 2))):
-        assert store.register_incarnation() == incarnation
-        store.record_resumed(incarnation, resumed)
+        assert store.incarnations.register() == incarnation
+        store.incarnations.record_resumed(incarnation, resumed)
         for step in steps:
             save(store, Version(incarnation, step))
     return tmp_path / "root"
@@ -45,7 +45,7 @@ def test_what_is_named_goes(holdfast: Run, root: Path) -> None:
 
 
 def test_abandoned_runs_go_but_for_what_is_pinned(holdfast: Run, root: Path) -> None:
-    storage(root).pin(Version(2, 2))
+    storage(root).marks.pin(Version(2, 2))
     answer = holdfast("rm", root, "--abandoned")
     assert answer.returncode == 0, answer.stderr
     assert f"{Version(1, 2)}: removed" in answer.stdout
@@ -55,9 +55,9 @@ def test_abandoned_runs_go_but_for_what_is_pinned(holdfast: Run, root: Path) -> 
 
 def test_what_is_held_stays_and_what_only_the_dead_hold_goes(holdfast: Run, root: Path) -> None:
     store = storage(root)
-    store.hold(Version(1, 1), make_stamp(3))  # of an incarnation before
-    store.hold(Version(1, 2), make_stamp(4))  # of this process
-    store.hold(Version(2, 1), "i000004-t000000-h000000000000-p1")  # of another machine
+    store.marks.hold(Version(1, 1), make_stamp(3))  # of an incarnation before
+    store.marks.hold(Version(1, 2), make_stamp(4))  # of this process
+    store.marks.hold(Version(2, 1), "i000004-t000000-h000000000000-p1")  # of another machine
     answer = holdfast("rm", root, str(Version(1, 2)))
     assert answer.returncode == 1
     assert f"{Version(1, 2)} is held by a process" in answer.stdout
@@ -73,18 +73,18 @@ def test_a_restart_that_begins_meanwhile_keeps_everything(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], during: str
 ) -> None:
     """It may go on from any version. In the removal: the first is gone by then, and the second stays."""
-    name = "lineage" if during == "look" else "manifest"
-    real, calls = getattr(Storage, name), []
+    owner, name = (Incarnations, "lineage") if during == "look" else (Storage, "manifest")
+    real, calls = getattr(owner, name), []
 
-    def slept(self: Storage, *args: object) -> object:
+    def slept(self: object, *args: object) -> object:
         found = real(self, *args)
         calls.append(args)
         if len(calls) == (1 if during == "look" else 2):
-            open_storage(root, Events()).register_incarnation()
+            open_storage(root, Events()).incarnations.register()
         return found
 
     before = storage(root).versions()
-    monkeypatch.setattr(Storage, name, slept)
+    monkeypatch.setattr(owner, name, slept)
     assert remove(str(root), [str(Version(1, 1)), str(Version(2, 3))], abandoned=False, as_json=False) == 1
     monkeypatch.undo()
     assert "a restart began meanwhile" in capsys.readouterr().out
@@ -136,11 +136,11 @@ def test_where_the_newest_is_damaged_the_one_before_it_is_refused(holdfast: Run,
 def test_runs_of_which_nothing_is_known_are_not_taken_for_ended(holdfast: Run, tmp_path: Path) -> None:
     """As at a place to which no version of the incarnation between was copied, by an older holdfast."""
     store = new_store(tmp_path / "root")
-    store.record_resumed(1, None)
+    store.incarnations.record_resumed(1, None)
     save(store, Version(1, 1))
     for _ in range(2):
-        store.register_incarnation()
-    store.record_resumed(3, Version(2, 2))
+        store.incarnations.register()
+    store.incarnations.record_resumed(3, Version(2, 2))
     save(store, Version(3, 3))
     answer = holdfast("rm", tmp_path / "root", "--abandoned")
     assert answer.returncode == 2

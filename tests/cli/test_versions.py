@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from holdfast.cli import console
 from holdfast.cli.stored import export, versions
 from holdfast.core.model import Version
 from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.storage.stored_bundles import StoredBundles
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
 NEWEST = "i000001-s0000000020"
@@ -82,7 +84,7 @@ def test_a_version_of_another_job_is_named_and_hides_no_other(holdfast: Run, che
     other = "i000001-s0000000030"
     storage = open_storage(tmp_path / "other", Events())
     job = storage.claim()
-    storage.register_incarnation()
+    storage.incarnations.register()
     commit(storage, job, Version(1, 30))
     shutil.copytree(tmp_path / "other" / other, checkpoint / other)
 
@@ -145,11 +147,11 @@ def retire_when(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, root:
     monkeypatch.setattr(owner, method, call)
 
 
-@pytest.mark.parametrize("before", ["manifest", "verify_bundle", "image"])
+@pytest.mark.parametrize("before", [(Storage, "manifest"), (StoredBundles, "verify"), (StoredBundles, "image")])
 def test_a_version_that_is_retired_meanwhile_is_not_damaged(
-    checkpoint: Path, before: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, before: tuple[type, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    retire_when(monkeypatch, Storage, before, checkpoint)
+    retire_when(monkeypatch, *before, checkpoint)
     assert versions.verify_versions(str(checkpoint), None, as_json=False) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == "i000001-s0000000010: retired while it was verified"
@@ -171,14 +173,14 @@ def test_a_root_that_vanishes_is_no_retirement(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Unmounted in the middle: nothing can be said of the files, least of all that all is well."""
-    real = Storage.verify_bundle
+    real = StoredBundles.verify
 
-    def unmounted(self: Storage, *args: object) -> None:
+    def unmounted(self: StoredBundles, *args: Any) -> None:
         if checkpoint.exists():
             checkpoint.rename(checkpoint.with_name("away"))
         real(self, *args)
 
-    monkeypatch.setattr(Storage, "verify_bundle", unmounted)
+    monkeypatch.setattr(StoredBundles, "verify", unmounted)
     assert versions.verify_versions(str(checkpoint), None, as_json=True) == 1
     for shown in json.loads(capsys.readouterr().out)["versions"]:
         assert {problem["code"] for problem in shown["problems"]} == {"HF200"}
@@ -206,7 +208,7 @@ def test_a_version_that_never_was_there_is_said_so(checkpoint: Path) -> None:
 def test_an_export_of_what_is_retired_meanwhile_says_so(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retire_when(monkeypatch, Storage, "read_chunks_into", checkpoint)
+    retire_when(monkeypatch, StoredBundles, "read_chunks_into", checkpoint)
     with pytest.raises(VersionNotFound, match="not there") as caught:
         export.export(
             str(checkpoint), str(tmp_path / "out"), form="safetensors", version="i000001-s0000000010", only="", as_json=True

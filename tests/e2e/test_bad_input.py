@@ -51,7 +51,8 @@ from holdfast.core.model import Version
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
-from holdfast.tiers.storage.version_store import Storage, open_storage
+from holdfast.tiers.storage.run_lock import RunLock
+from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import wait_ended
 from kit.hostile_images import HOSTILE
 from kit.manifest_edits import rewrite
@@ -312,13 +313,13 @@ def test_a_restart_on_a_full_disk_comes_back_from_memory(make: Make, tmp_path: P
             if incarnation == 2:
                 again.abandon()
         storage = open_storage(root, Events())
-        assert storage.highest_incarnation() == 1
+        assert storage.incarnations.highest() == 1
         assert storage.versions() == [GOOD]
 
         ballast.unlink()
         assert handle.wait("durable", 40) == holdfast.Level.DURABLE
-        assert storage.highest_incarnation() == 3
-        assert storage.lineage() == {1: None, 2: Version(1, 1), 3: Version(2, 2)}
+        assert storage.incarnations.highest() == 3
+        assert storage.incarnations.lineage() == {1: None, 2: Version(1, 1), 3: Version(2, 2)}
         again.close()
         assert make(root, network(width=512)).restore() == 4
 
@@ -396,7 +397,7 @@ def test_a_second_job_on_the_same_path(make: Make, tmp_path: Path, monkeypatch: 
         assert first.stdin is not None
         try:
             assert first.stdout.readline() == "trains\n"
-            monkeypatch.setattr(Storage, "occupy", partialmethod(Storage.occupy, timeout_s=0.2))
+            monkeypatch.setattr(RunLock, "take", partialmethod(RunLock.take, timeout_s=0.2))
             for run_id in ("default", "other"):
                 with refused(InUse, code="HF600", place=root / "run.lock", remedy="another path") as problem:
                     make(root, run_id=run_id).restore()
@@ -490,7 +491,7 @@ def write_hostile(job: Path, image: bytes) -> Version:
         data = image if number == 0 else (job / str(BAD) / good.bundles[number].file).read_bytes()
         seal = image_format.seal(ref.bundle_id, memoryview(data))
         claim = replace(ref, num_bytes=min(ref.num_bytes, len(data)))
-        files.append(storage.write_bundle(version, claim, seal, memoryview(data), stamp=stamp))
+        files.append(storage.bundles.write(version, claim, seal, memoryview(data), stamp=stamp))
     name, length, digest = storage.write_part(version, 0, files, stamp=stamp)
     storage.commit(
         Manifest(version, good.job_id, good.world_size, good.layout, None, {name: (length, digest)}), stamp=stamp

@@ -433,7 +433,7 @@ PARSERS = {
         ),
         Parser("job", forms.RECORD, lambda: _RECORDS, _registry, (CorruptError, ForeignDirectory)),
         Parser("resumed", forms.RECORD, lambda: _RESUMED, _lineage, _BROKEN, _same(incarnations.encode_record)),
-        Parser("wished", forms.RECORD, lambda: _WISHED, lambda d: incarnations.fulfilled(_OneFile(d)), _BROKEN),  # type: ignore[arg-type]
+        Parser("wished", forms.RECORD, lambda: _WISHED, lambda d: incarnations.Incarnations(_OneFile(d)).fulfilled(), _BROKEN),  # type: ignore[arg-type]
         Parser("values", forms.JSON, _valued, values.decode, _BROKEN, _same_value),
         Parser("image", forms.IMAGE, _images, lambda d: image_format.read_image(d, "f"), _BROKEN, _fits),
         Parser(

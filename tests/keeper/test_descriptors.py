@@ -27,7 +27,7 @@ def test_a_keeper_that_had_no_descriptors_left_makes_its_replica_when_it_has(mak
     with without_descriptors(pid):
         version = save_all(trainers, 1)
         reached(trainers, version, Level.CAPTURED)
-        eventually(lambda: any("Too many open files" in alarm for alarm in trainers[1].client.alarms))
+        eventually(lambda: any("Too many open files" in alarm for alarm in trainers[1].client.announced.alarms))
     reached(trainers, version, Level.REPLICATED)
     reached(trainers, save_all(trainers, 2), Level.REPLICATED)
 
@@ -70,10 +70,12 @@ def test_a_line_that_the_system_refuses_is_told_and_tried_again(
         assert node.state.assembly is not None
         line.follow(node.state.assembly, 1)
     eventually(lambda: len(tried) > 2)
-    assert node.state.alarms["uplink"].text == "no line to the coordinator: Too many open files; it is tried again"
+    assert (
+        node.state.alarms.raised["uplink"].text == "no line to the coordinator: Too many open files; it is tried again"
+    )
     assert line.leader == -1
     calm.set()
     eventually(lambda: line.leader == 1)
-    eventually(lambda: not node.state.alarms)
+    eventually(lambda: not node.state.alarms.raised)
     line.stop()
     node.state.slot_pool.close()

@@ -46,7 +46,7 @@ def served(client: KeeperClient, seconds: float = 0.0) -> bool:
 def test_a_keeper_does_not_end_under_a_rank_that_it_let_in(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = rig.start()
-    place, pid = rig.keeper(0), trainer.client.pid
+    place, pid = rig.keeper(0), trainer.client.welcome.pid
     newcomer = KeeperClient.connect(place.socket, job=place.job, rank=1)  # the next job has two
 
     trainer.client.goodbye(finished=True)
@@ -237,7 +237,7 @@ def test_who_comes_while_it_ends_is_turned_away_or_served(make_rig: MakeRig) -> 
     for _ in range(4):
         rig = make_rig()
         (trainer,) = rig.start()
-        place, pid = rig.keeper(0), trainer.client.pid
+        place, pid = rig.keeper(0), trainer.client.welcome.pid
         trainer.client.goodbye(finished=True)
         try:
             newcomer = KeeperClient.connect(place.socket, job=place.job, rank=0)
@@ -252,7 +252,7 @@ def test_who_comes_while_it_ends_is_turned_away_or_served(make_rig: MakeRig) -> 
 def test_a_rank_that_is_turned_away_finds_the_next_keeper(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig()
     (trainer,) = rig.start()
-    pid = trainer.client.pid
+    pid = trainer.client.welcome.pid
     connect = KeeperClient.connect
 
     def too_late(*args: object, **options: object) -> KeeperClient:
@@ -265,7 +265,7 @@ def test_a_rank_that_is_turned_away_finds_the_next_keeper(make_rig: MakeRig, mon
     monkeypatch.setattr(KeeperClient, "connect", too_late)
     link = KeeperLink(rig.root, rig.config_of(0), rank=0, events=Events(), on_appointment=lambda _: None)
     client = link.open()
-    assert client.pid != pid
+    assert client.welcome.pid != pid
     assert client.answers(5.0)
-    rig.pids.add(client.pid)
+    rig.pids.add(client.welcome.pid)
     link.close(finished=True)

@@ -39,13 +39,13 @@ def stored(tmp_path: Path) -> tuple[Storage, Fetch]:
     """A version of one bundle of three chunks, the last of which is damaged in storage."""
     storage = open_storage(tmp_path / "root", Events())
     job = storage.claim()
-    storage.register_incarnation()
+    storage.incarnations.register()
     one = bundle("big-0", piece("w", "U8", (2 * CHUNK_BYTES,)))
     image = random_image(one)
     view = page_memory(len(image))
     view[:] = image
     seal = image_format.seal(one.bundle_id, view)
-    file = storage.write_bundle(V, ref_of(one), seal, view, stamp=STAMP)
+    file = storage.bundles.write(V, ref_of(one), seal, view, stamp=STAMP)
     name, length, digest = storage.write_part(V, 0, [file], stamp=STAMP)
     storage.commit(Manifest(V, job, 1, JOB_LAYOUT, None, {name: (length, digest)}), stamp=STAMP)
     path = tmp_path / "root" / str(V) / file.file

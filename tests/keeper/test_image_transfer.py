@@ -394,14 +394,14 @@ def wipe_at_random(rig: Rig, trials: int) -> None:
         acknowledged, step = save_until_killed(rig, trainers, step, chance)
         for trainer in trainers:
             trainer.client.close()
-        rig.next_incarnation_open()
+        rig.incarnation = rig.storage.incarnations.register()  # what it resumes from is not known yet
         trainers = [reborn(rig, rank) for rank in range(rig.topology.world_size)]
         facts = facts_of(rig, trainers[0].client.inventory())
         choice = choose_version(facts).value
         assert choice is not None
         assert choice.version >= acknowledged
         assert {restored(trainer, facts)[0] for trainer in trainers} == {choice.version}  # every byte compared
-        rig.storage.record_resumed(rig.incarnation, choice.version)
+        rig.storage.incarnations.record_resumed(rig.incarnation, choice.version)
         for trainer in trainers:
             trainer.client.release()
             trainer.client.resume(rig.incarnation, choice.version)
@@ -425,7 +425,7 @@ def save_until_killed(rig: Rig, trainers: list[Trainer], step: int, chance: rand
         killer.join()
     newest = max(
         (v for v in [Version(rig.incarnation, s) for s in range(step + 1)] for t in trainers
-         if t.client.level(v)[0] >= Level.REPLICATED),
+         if t.client.announced.level(v)[0] >= Level.REPLICATED),
         default=Version(0, 0),
     )  # fmt: skip
     return newest, step

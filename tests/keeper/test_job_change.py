@@ -64,7 +64,7 @@ def test_a_job_that_begins_anew_finds_nothing_of_the_old_one(make_rig: MakeRig, 
     reached(trainers, last, Level.DURABLE)
     assert new.storage.versions() == [last]
     for file in new.storage.manifest(last).bundles:
-        new.storage.verify_bundle(last, file)
+        new.storage.bundles.verify(last, file)
 
 
 def test_versions_of_the_same_name_are_not_taken_for_those_of_the_old_job(make_rig: MakeRig) -> None:
@@ -76,10 +76,10 @@ def test_versions_of_the_same_name_are_not_taken_for_those_of_the_old_job(make_r
 
     (trainer,) = make_rig().start()
 
-    assert trainer.client.level(version) == (Level.NONE, "nothing was announced yet")
+    assert trainer.client.announced.level(version) == (Level.NONE, "nothing was announced yet")
     slot = trainer.begin(7)
     with pytest.raises(LevelNotReached, match="none, not captured"):
-        trainer.client.wait(version, Level.CAPTURED, 0.3)
+        trainer.client.announced.wait(version, Level.CAPTURED, 0.3)
     trainer.client.copied(version, trainer.write(slot, 7, salt=1))
     reached([trainer], version, Level.CAPTURED)
 
@@ -173,7 +173,7 @@ def test_a_directory_that_is_removed_while_training_costs_the_durable_level_only
     shutil.rmtree(rig.root)
     lost = trainer.save(1, durable=True)
     reached([trainer], lost, Level.CAPTURED)
-    eventually(lambda: any("vanished" in text for text in trainer.client.alarms))
+    eventually(lambda: any("vanished" in text for text in trainer.client.announced.alarms))
     assert not Path(rig.root).exists(), "what the user removed is not made again"
     reached([trainer], trainer.save(2), Level.CAPTURED)
 
@@ -190,6 +190,6 @@ def test_another_job_in_the_same_directory_gets_none_of_the_old_jobs_files(make_
     shutil.rmtree(rig.root)
     other = Rig(rig.base, run_id="other")  # a keeper of its own, the same directory
     reached([trainer], trainer.save(1, durable=True), Level.CAPTURED)
-    eventually(lambda: any(f"belongs to job {other.job_id}" in text for text in trainer.client.alarms))
+    eventually(lambda: any(f"belongs to job {other.job_id}" in text for text in trainer.client.announced.alarms))
     assert other.storage.unfinished() == []
     assert other.storage.versions() == []

@@ -40,16 +40,16 @@ def test_a_version_is_captured_when_all_ranks_sealed_it_and_durable_when_committ
     first, second = rig.start()
     version = first.save(3, durable=True)
     with pytest.raises(LevelNotReached, match="none, not captured"):
-        first.client.wait(version, Level.CAPTURED, 0.3)
+        first.client.announced.wait(version, Level.CAPTURED, 0.3)
 
     second.save(3, durable=True)
 
     reached([first, second], version, Level.DURABLE)
-    assert first.client.level(version) == (Level.DURABLE, "the manifest is committed")
+    assert first.client.announced.level(version) == (Level.DURABLE, "the manifest is committed")
     with pytest.raises(LevelNotReached, match="durable, not replicated"):  # one does not stand for the other
-        first.client.wait(version, Level.REPLICATED, 0.1)
+        first.client.announced.wait(version, Level.REPLICATED, 0.1)
     for file in rig.storage.manifest(version).bundles:
-        rig.storage.verify_bundle(version, file)
+        rig.storage.bundles.verify(version, file)
     by_id = {bundle.bundle_id: bundle for t in (first, second) for bundle in t.bundles}
     for file in rig.storage.manifest(version).bundles:
         stored = (rig.base / "ck" / str(version) / file.file).read_bytes()
@@ -102,7 +102,7 @@ def test_an_abandoned_version_is_announced_and_its_slot_is_free(make_rig: MakeRi
     first.client.abandon(Version(1, 1), "the fence waited too long")
 
     with pytest.raises(LevelNotReached, match="the fence waited too long"):
-        second.client.wait(Version(1, 1), Level.CAPTURED, 5)
+        second.client.announced.wait(Version(1, 1), Level.CAPTURED, 5)
     for step in (2, 3, 4):
         reached([first, second], save_all([first, second], step), Level.CAPTURED)
 
@@ -113,7 +113,7 @@ def test_a_waiting_save_gets_its_slot_when_the_others_catch_up(make_rig: MakeRig
     first.save(0)
     first.save(1)
     second.save(0)
-    eventually(lambda: first.client.level(Version(1, 0))[0] is Level.CAPTURED)
+    eventually(lambda: first.client.announced.level(Version(1, 0))[0] is Level.CAPTURED)
 
     started = time.monotonic()
     second.save(1)
@@ -168,7 +168,7 @@ def test_images_that_overlap_or_are_unknown_are_not_sealed(make_rig: MakeRig) ->
     trainer.client.copied(Version(1, 1), [spans[0], spans[0]])
 
     with pytest.raises(LevelNotReached, match="overlaps"):
-        trainer.client.wait(Version(1, 1), Level.CAPTURED, 5)
+        trainer.client.announced.wait(Version(1, 1), Level.CAPTURED, 5)
     assert own_copies(trainer) == set()
 
 
@@ -238,7 +238,7 @@ def test_a_killed_trainer_leaves_what_it_sealed_and_its_slots_go_to_the_next_one
         assert {slot.slot_id for slot in follower.slots} == before
         assert {version for version, _ in own_copies(follower)} == {sealed}
         assert {slot["state"] for slot in rig.status(0)["ranks"]["0"]["slots"]} == {"sealed", "empty"}
-        eventually(lambda: "process ended" in follower.client.level(Version(1, 2))[1])
+        eventually(lambda: "process ended" in follower.client.announced.level(Version(1, 2))[1])
 
 
 def test_a_second_living_process_of_a_rank_is_refused_by_name(make_rig: MakeRig) -> None:
@@ -279,14 +279,14 @@ def test_a_killed_keeper_is_noticed_at_once_and_the_next_one_adopts_the_slots(ma
     lost: list[str] = []
     trainer.client.on_lost(lost.append)
 
-    os.kill(trainer.client.pid, signal.SIGKILL)
+    os.kill(trainer.client.welcome.pid, signal.SIGKILL)
 
     eventually(lambda: not trainer.client.alive, 2)
     started = time.monotonic()
     with pytest.raises(KeeperLost):
         trainer.begin(3)
     with pytest.raises(LevelNotReached, match="lost"):
-        trainer.client.wait(Version(1, 9), Level.CAPTURED, 30)
+        trainer.client.announced.wait(Version(1, 9), Level.CAPTURED, 30)
     assert time.monotonic() - started < 5  # within a second on a quiet machine
     eventually(lambda: len(lost) == 1)
     slots = trainer.client.detach()
@@ -299,7 +299,7 @@ def test_a_killed_keeper_is_noticed_at_once_and_the_next_one_adopts_the_slots(ma
     trainer.client.resume(1, None)
 
     assert {found.step for found, _ in own_copies(trainer)} == {1, 2}
-    eventually(lambda: trainer.client.level(Version(1, 2))[0] is Level.CAPTURED)
+    eventually(lambda: trainer.client.announced.level(Version(1, 2))[0] is Level.CAPTURED)
     slot = trainer.begin(3)
     assert slot in slots
     trainer.client.copied(Version(1, 3), trainer.write(slot, 3))
@@ -313,7 +313,7 @@ def test_a_changed_byte_is_found_when_a_slot_is_adopted(make_rig: MakeRig) -> No
     for step in (1, 2):
         reached([trainer], trainer.save(step), Level.CAPTURED)
     damaged = next(slot for slot in trainer.slots if memory.read_header(slot).version.step == 2)
-    os.kill(trainer.client.pid, signal.SIGKILL)
+    os.kill(trainer.client.welcome.pid, signal.SIGKILL)
     eventually(lambda: not trainer.client.alive, 2)
     slots = trainer.client.detach()
     damaged.view[5000] ^= 1
@@ -335,7 +335,7 @@ def test_a_sealed_slot_that_is_not_this_ranks_own_is_not_adopted(make_rig: MakeR
     (trainer,) = rig.start()
     for step in (1, 2):
         reached([trainer], trainer.save(step), Level.CAPTURED)
-    os.kill(trainer.client.pid, signal.SIGKILL)
+    os.kill(trainer.client.welcome.pid, signal.SIGKILL)
     eventually(lambda: not trainer.client.alive, 2)
     slots = trainer.client.detach()
     for slot in slots:
@@ -425,7 +425,7 @@ def test_memory_is_given_back_to_the_budget_when_the_keeper_dies(make_rig: MakeR
     rig = make_rig(memory_budget="8MiB")
     (trainer,) = rig.start()
     trainer.client.prepare(3 << 20, 2)
-    os.kill(trainer.client.pid, signal.SIGKILL)
+    os.kill(trainer.client.welcome.pid, signal.SIGKILL)
     trainer.client.close()
     rig.next_incarnation()
 
@@ -448,9 +448,9 @@ def test_storage_that_fails_costs_the_durable_level_only_and_says_so(make_rig: M
     version = trainer.save(1, durable=True)
 
     reached([trainer], version, Level.CAPTURED)
-    eventually(lambda: any("is not durable" in alarm for alarm in trainer.client.alarms))
+    eventually(lambda: any("is not durable" in alarm for alarm in trainer.client.announced.alarms))
     with pytest.raises(LevelNotReached, match="not durable"):
-        trainer.client.wait(version, Level.DURABLE, 0.2)
+        trainer.client.announced.wait(version, Level.DURABLE, 0.2)
     root.unlink()
     (rig.base / "away").rename(root)
     reached([trainer], version, Level.DURABLE)  # it is written again from memory
@@ -470,8 +470,8 @@ def test_a_commit_that_fails_is_tried_again_and_nothing_goes_before_it(make_rig:
 
     version = trainer.save(1, durable=True)
 
-    eventually(lambda: any("is not durable" in alarm for alarm in trainer.client.alarms))
-    assert trainer.client.level(version)[0] is Level.CAPTURED
+    eventually(lambda: any("is not durable" in alarm for alarm in trainer.client.announced.alarms))
+    assert trainer.client.announced.level(version)[0] is Level.CAPTURED
     assert half.exists(), "it went before there was anything newer"
     in_the_way.rmdir()
     reached([trainer], version, Level.DURABLE)
@@ -483,12 +483,12 @@ def test_a_higher_incarnation_fences_the_commit_of_a_lower_one(make_rig: MakeRig
     rig = make_rig()
     (trainer,) = rig.start()
     reached([trainer], trainer.save(1, durable=True), Level.DURABLE)
-    rig.storage.register_incarnation()  # somebody else took over
+    rig.storage.incarnations.register()  # somebody else took over
 
     version = trainer.save(2, durable=True)
 
-    eventually(lambda: any("newer incarnation" in alarm for alarm in trainer.client.alarms))
-    assert trainer.client.level(version)[0] < Level.DURABLE
+    eventually(lambda: any("newer incarnation" in alarm for alarm in trainer.client.announced.alarms))
+    assert trainer.client.announced.level(version)[0] < Level.DURABLE
     assert rig.storage.versions() == [Version(1, 1)]
 
 
@@ -579,7 +579,7 @@ def test_nothing_is_left_when_all_ranks_finished(make_rig: MakeRig) -> None:
     rig = make_rig(per_node=2)
     trainers = rig.start()
     version = save_all(trainers, 1, durable=True)
-    pid = trainers[0].client.pid
+    pid = trainers[0].client.welcome.pid
     trainers[0].client.goodbye(finished=True)
     trainers[0].client.close()
     assert start_time(pid) is not None
@@ -594,7 +594,7 @@ def test_nothing_is_left_when_all_ranks_finished(make_rig: MakeRig) -> None:
 def test_a_keeper_that_nobody_visits_ends(make_rig: MakeRig) -> None:
     rig = make_rig(linger_s=0.5)
     (trainer,) = rig.start()
-    pid = trainer.client.pid
+    pid = trainer.client.welcome.pid
     reached([trainer], trainer.save(1), Level.CAPTURED)
     time.sleep(0.8)
     assert start_time(pid) is not None  # a trainer is there
@@ -608,7 +608,7 @@ def test_a_keeper_that_nobody_visits_ends(make_rig: MakeRig) -> None:
 def test_a_terminated_keeper_cleans_up(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = rig.start()
-    pid = trainer.client.pid
+    pid = trainer.client.welcome.pid
 
     os.kill(pid, signal.SIGTERM)
 
@@ -619,7 +619,7 @@ def test_a_terminated_keeper_cleans_up(make_rig: MakeRig) -> None:
 def test_descriptors_and_threads_do_not_grow(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = rig.start()
-    pid = trainer.client.pid
+    pid = trainer.client.welcome.pid
 
     def counts() -> tuple[int, int]:
         return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))

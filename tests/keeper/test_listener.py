@@ -91,7 +91,7 @@ def test_a_lost_node_comes_back_over_the_network(remote_rig: MakeRig) -> None:
     reached(trainers, version, Level.DURABLE)
 
     lost = [trainer for trainer in trainers if trainer.node == 1]
-    os.kill(lost[0].client.pid, signal.SIGKILL)
+    os.kill(lost[0].client.welcome.pid, signal.SIGKILL)
     for trainer in trainers:
         trainer.client.close()
     rig.next_incarnation(version)
@@ -159,12 +159,12 @@ def test_nobody_gets_the_port_of_a_killed_keeper_while_its_ranks_live(remote_rig
     reached(trainers, save_all(trainers, 0), Level.REPLICATED)
     port = tcp.parse(assembly.addresses[lost])[1]
 
-    os.kill(trainers[lost].client.pid, signal.SIGKILL)
+    os.kill(trainers[lost].client.welcome.pid, signal.SIGKILL)
     eventually(lambda: not trainers[lost].client.alive)
     with stranger(port) as became:
         assert links[lost].wait_mended(20)
         trainers[lost].client = links[lost].require()
-        rig.pids.add(trainers[lost].client.pid)
+        rig.pids.add(trainers[lost].client.welcome.pid)
         reached(trainers, save_all(trainers, 1), Level.REPLICATED)  # each pulls from the other, at the old address
         assert became == os.strerror(errno.EADDRINUSE)
     for link in links:

@@ -164,14 +164,14 @@ def test_a_node_that_was_cut_off_catches_up_and_one_that_is_deaf_does_no_harm(ma
     rig.net.unplug(2)
     late = save_all(trainers, 1)  # every rank goes on; nobody is told a level that it has not
     with pytest.raises(LevelNotReached):
-        trainers[0].client.wait(late, Level.REPLICATED, 1.0)
+        trainers[0].client.announced.wait(late, Level.REPLICATED, 1.0)
     rig.net.plug(2)
     reached(trainers, late, Level.REPLICATED, 60)
 
     rig.net.deafen(0, 1)  # node 1 hears nothing of node 0, which hears it
     deaf = save_all(trainers, 2)
     with pytest.raises(LevelNotReached):
-        trainers[1].client.wait(deaf, Level.REPLICATED, 1.0)
+        trainers[1].client.announced.wait(deaf, Level.REPLICATED, 1.0)
     rig.net.heal(0, 1)
     reached(trainers, deaf, Level.REPLICATED, 60)
 
@@ -214,6 +214,6 @@ def caught_up(trainers: list[Trainer], step: int) -> bool:
     if not saved(trainers, step):
         return False
     try:
-        return trainers[0].client.wait(trainers[0].version(step), Level.REPLICATED, 10) >= Level.REPLICATED
+        return trainers[0].client.announced.wait(trainers[0].version(step), Level.REPLICATED, 10) >= Level.REPLICATED
     except LevelNotReached:
         return False

@@ -82,7 +82,7 @@ def test_a_lost_node_comes_back_from_the_memory_of_the_others(make_rig: MakeRig)
         reached(trainers, version, Level.REPLICATED)
 
     lost = [trainer for trainer in trainers if trainer.node == 1]
-    os.kill(lost[0].client.pid, signal.SIGKILL)
+    os.kill(lost[0].client.welcome.pid, signal.SIGKILL)
     for trainer in trainers:
         trainer.client.close()
     rig.next_incarnation(version)
@@ -112,7 +112,7 @@ def test_all_go_back_to_what_all_have_and_nothing_that_is_needed_is_removed(make
 
     for loses_all in (False, True):
         if loses_all:
-            os.kill(second.client.pid, signal.SIGKILL)
+            os.kill(second.client.welcome.pid, signal.SIGKILL)
         for trainer in trainers:
             trainer.client.close()
         rig.next_incarnation(agreed)
@@ -124,7 +124,7 @@ def test_all_go_back_to_what_all_have_and_nothing_that_is_needed_is_removed(make
             assert set(sources.values()) == {Source.PEER if loses_all and trainer is second else Source.SLOT}
             trainer.client.resume(rig.incarnation, agreed)
         assert stored in rig.storage.versions()
-        rig.storage.verify_bundle(stored, rig.storage.manifest(stored).bundles[0])
+        rig.storage.bundles.verify(stored, rig.storage.manifest(stored).bundles[0])
 
 
 def test_a_replicated_version_is_kept_until_a_newer_one_is_replicated(make_rig: MakeRig) -> None:
@@ -133,8 +133,8 @@ def test_a_replicated_version_is_kept_until_a_newer_one_is_replicated(make_rig: 
     for step in range(12):  # as fast as the guard allows; then a node dies at once
         version = save_all(trainers, step)
     reached(trainers, version, Level.CAPTURED)
-    acknowledged = max(v for v in (Version(1, s) for s in range(12)) if trainers[0].client.level(v)[0] >= 2)
-    os.kill(trainers[1].client.pid, signal.SIGKILL)
+    acknowledged = max(v for v in (Version(1, s) for s in range(12)) if trainers[0].client.announced.level(v)[0] >= 2)
+    os.kill(trainers[1].client.welcome.pid, signal.SIGKILL)
     for trainer in trainers:
         trainer.client.close()
     rig.next_incarnation(version)
@@ -152,7 +152,7 @@ def with_storage_alone(make_rig: MakeRig) -> tuple[Rig, Version, list[Trainer]]:
     version = save_all(trainers, 7, durable=True)
     reached(trainers, version, Level.DURABLE)
     for trainer in trainers:
-        os.kill(trainer.client.pid, signal.SIGKILL)
+        os.kill(trainer.client.welcome.pid, signal.SIGKILL)
         trainer.client.close()
     rig.next_incarnation(version)
     return rig, version, [reborn(rig, rank) for rank in range(2)]
@@ -196,7 +196,7 @@ def test_a_damaged_file_is_refused_by_name(make_rig: MakeRig) -> None:
     (trainer,) = rig.start()
     version = trainer.save(1, durable=True)
     reached([trainer], version, Level.DURABLE)
-    os.kill(trainer.client.pid, signal.SIGKILL)
+    os.kill(trainer.client.welcome.pid, signal.SIGKILL)
     trainer.client.close()
     file = rig.storage.manifest(version).bundles[0]
     path = rig.base / "ck" / str(version) / file.file
@@ -244,7 +244,7 @@ def test_the_next_node_coordinates_when_the_lowest_keeper_is_killed(make_rig: Ma
     trainers = rig.start()
     reached(trainers, save_all(trainers, 0), Level.REPLICATED)
 
-    os.kill(trainers[0].client.pid, signal.SIGKILL)
+    os.kill(trainers[0].client.welcome.pid, signal.SIGKILL)
     eventually(lambda: rig.status(1)["coordinator"] == 1)
     slots = trainers[0].client.detach()
     trainers[0].connect()
@@ -265,7 +265,7 @@ def test_a_version_that_waits_for_a_new_coordinator_is_completed_by_it(make_rig:
     rig = make_rig(num_nodes=3)
     trainers = rig.start()
     reached(trainers, save_all(trainers, 0), Level.CAPTURED)
-    os.kill(trainers[0].client.pid, signal.SIGKILL)
+    os.kill(trainers[0].client.welcome.pid, signal.SIGKILL)
     for trainer in trainers[1:]:
         trainer.save(1)  # reported to nobody, or to the dead
     slots = trainers[0].client.detach()
@@ -285,7 +285,7 @@ def test_a_frozen_peer_blocks_nobody_and_is_waited_for(make_rig: MakeRig) -> Non
     rig = make_rig(num_nodes=2)
     trainers = rig.start()
     reached(trainers, save_all(trainers, 0), Level.REPLICATED)
-    frozen = trainers[1].client.pid
+    frozen = trainers[1].client.welcome.pid
     os.kill(frozen, signal.SIGSTOP)
     try:
         longest = 0.0
@@ -296,7 +296,7 @@ def test_a_frozen_peer_blocks_nobody_and_is_waited_for(make_rig: MakeRig) -> Non
                 trainers[0].client.copied(trainers[0].version(step), trainers[0].write(slot, step))
             longest = max(longest, time.monotonic() - started)
         assert longest < 1.5
-        assert trainers[0].client.status()["pid"] == trainers[0].client.pid
+        assert trainers[0].client.status()["pid"] == trainers[0].client.welcome.pid
     finally:
         os.kill(frozen, signal.SIGCONT)
 
@@ -310,7 +310,7 @@ def test_a_frozen_peer_blocks_nobody_and_is_waited_for(make_rig: MakeRig) -> Non
 def test_inventory_names_the_nodes_that_do_not_answer(make_rig: MakeRig) -> None:
     rig = make_rig(num_nodes=3)
     trainers = rig.start()
-    os.kill(trainers[2].client.pid, signal.SIGKILL)
+    os.kill(trainers[2].client.welcome.pid, signal.SIGKILL)
 
     inventory = trainers[0].client.inventory()
 
@@ -339,11 +339,11 @@ def test_twins_that_differ_are_reported_and_the_version_is_suspect(make_rig: Mak
     trainers[0].save(1, durable=True)
     version = trainers[1].save(1, durable=True, salt=1)
 
-    eventually(lambda: any("twins differ" in alarm for alarm in trainers[0].client.alarms))
+    eventually(lambda: any("twins differ" in alarm for alarm in trainers[0].client.announced.alarms))
     with pytest.raises(LevelNotReached, match="suspect"):
-        trainers[0].client.wait(version, Level.CAPTURED, 5)
+        trainers[0].client.announced.wait(version, Level.CAPTURED, 5)
 
-    (alarm,) = [text for text in trainers[0].client.alarms if "twins differ" in text]
+    (alarm,) = [text for text in trainers[0].client.announced.alarms if "twins differ" in text]
     assert str(version) in alarm
     assert "ranks 0 and 1" in alarm or "ranks 1 and 0" in alarm
     assert str(version) in rig.status(1)["suspects"]
@@ -367,7 +367,7 @@ def test_of_three_twins_the_minority_is_named_with_the_entry(make_rig: MakeRig) 
         said = "rank 1 differs from ranks 0 and 2 in weight"
         eventually(lambda version=version, said=said: said in rig.status(2)["suspects"].get(str(version), ""))
 
-    assert any("rank 1 differs" in alarm for alarm in trainers[1].client.alarms)
+    assert any("rank 1 differs" in alarm for alarm in trainers[1].client.announced.alarms)
     choice = choose_version(facts_of(rig, trainers[0].client.inventory(), with_storage=True)).value
     assert choice is not None
     assert choice.version == verified
@@ -424,7 +424,7 @@ def test_appointments_reach_every_rank(make_rig: MakeRig) -> None:
     trainers = rig.start()
     heard: list[tuple[int, Appointment]] = []
     for trainer in trainers:
-        trainer.client.on_appointment(lambda a, rank=trainer.rank: heard.append((rank, a)))
+        trainer.client.announced.on_appointment(lambda a, rank=trainer.rank: heard.append((rank, a)))
 
     trainers[1].client.propose(Proposal(Purpose.STOP, 1, 10))
 
@@ -449,10 +449,10 @@ def test_messages_of_a_lower_incarnation_have_no_effect(make_rig: MakeRig) -> No
     stale.copied(Version(1, 6), old[1].write(slot, 6))
 
     with pytest.raises(LevelNotReached):
-        stale.wait(Version(1, 6), Level.CAPTURED, 1.5)
+        stale.announced.wait(Version(1, 6), Level.CAPTURED, 1.5)
     inventory = old[0].client.inventory(wide=False)
     assert all(copy.version != Version(1, 6) for copy in inventory.copies)
-    assert KeeperClient.connect(rig.keeper(0).socket, job=rig.keeper(0).job).incarnation == 2
+    assert KeeperClient.connect(rig.keeper(0).socket, job=rig.keeper(0).job).welcome.incarnation == 2
 
 
 @pytest.mark.slow
@@ -466,13 +466,13 @@ def test_a_version_whose_copy_has_to_go_is_no_longer_called_replicated(make_rig:
     rig.hurt(1, "stall@receive")
     waits = save_all(trainers, 2)
     reached(trainers, waits, Level.CAPTURED)
-    assert all(trainer.client.level(safe)[0] is Level.REPLICATED for trainer in trainers)
+    assert all(trainer.client.announced.level(safe)[0] is Level.REPLICATED for trainer in trainers)
 
     for trainer in trainers:
         trainer.client.copied(trainer.version(3), trainer.write(trainer.begin(3, timeout_s=20.0), 3))
 
     for trainer in trainers:  # a slot was free because the coordinator had said that it counts the copies no more
-        assert trainer.client.level(safe)[0] is Level.CAPTURED
+        assert trainer.client.announced.level(safe)[0] is Level.CAPTURED
     assert any("no second copy" in alarm["text"] for alarm in rig.status(0)["alarms"])
     rig.hurt(1, "")
     reached(trainers, trainers[0].version(3), Level.REPLICATED)
@@ -514,7 +514,7 @@ def test_what_is_fetched_for_a_connection_that_has_ended_is_let_go_of(make_rig: 
     version = save_all(trainers, 1)
     reached(trainers, version, Level.REPLICATED)
     own, holders, asker = of_rank_one(trainers)
-    before, peer = asker.client, trainers[1].client.pid
+    before, peer = asker.client, trainers[1].client.welcome.pid
 
     def obtain() -> None:
         with contextlib.suppress(HoldfastError):

@@ -24,7 +24,7 @@ MakeRig = Callable[..., Rig]
 def killed(rig: Rig, trainers: list[Trainer]) -> None:
     """The processes of these trainers' nodes are gone."""
     for trainer in trainers:
-        os.kill(trainer.client.pid, signal.SIGKILL)
+        os.kill(trainer.client.welcome.pid, signal.SIGKILL)
     for trainer in trainers:
         trainer.client.close()
 

@@ -12,7 +12,7 @@ from holdfast.base.config import Config
 from holdfast.base.progress_report import Meter, progress_text
 from holdfast.cli import status as status_tool
 from holdfast.core.model import Version
-from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.messages import Message, Working
 from holdfast.keeper.rpc.paths import place_of
 from holdfast.keeper.slots.keeper_state import NodeState, StateCallbacks
@@ -87,25 +87,25 @@ def test_trainers_hear_of_long_work_and_the_status_shows_it(tmp_path: Path, monk
 
 def test_a_rank_logs_the_work_that_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    client = KeeperClient(2)
+    announced = Announced(2, lambda: True)
     for rank, done in ((2, 1 << 20), (3, 3 << 20), (-1, 2 << 20)):
         what = WRITING if rank < 0 else RESTORING
-        client._pushed(Working(what=what, version=V, rank=rank, done_bytes=done, total_bytes=4 << 20, seconds=2.0))
+        announced.take(Working(what=what, version=V, rank=rank, done_bytes=done, total_bytes=4 << 20, seconds=2.0))
     assert [record.getMessage() for record in caplog.records] == [
         f"restoring {V}: 1.0 MiB of 4.0 MiB, 512.0 KiB/s, 6 s left"
     ]
-    assert client.working(WRITING, V) == "2.0 MiB of 4.0 MiB, 1.0 MiB/s, 2 s left"
-    assert client.working(WRITING, Version(1, 4)) == ""
+    assert announced.working(WRITING, V) == "2.0 MiB of 4.0 MiB, 1.0 MiB/s, 2 s left"
+    assert announced.working(WRITING, Version(1, 4)) == ""
 
 
 def test_every_byte_is_counted_once_as_it_is_written_and_read(tmp_path: Path) -> None:
     store, counted = new_store(tmp_path / "root"), list[int]()
     (file, *_) = save(store, V).bundles
     view = memoryview(bytearray(file.length))
-    store.read_bundle_into(V, file, view, counted.append)
+    store.bundles.read_into(V, file, view, counted.append)
     assert sum(counted) == file.length
     counted.clear()
-    store.write_bundle(Version(1, 4), file.ref, file.seal, view, stamp=STAMP, progress=counted.append)
+    store.bundles.write(Version(1, 4), file.ref, file.seal, view, stamp=STAMP, progress=counted.append)
     assert sum(counted) == file.length
     counted.clear()
     backend = local_backend(tmp_path / "other")

@@ -15,7 +15,7 @@ from holdfast.core.versions.slot_guard import Knowledge, SlotState, SlotView, ch
 from holdfast.core.versions.writer_failover import Order
 from holdfast.keeper.replication import replicator as replicate
 from holdfast.keeper.replication.replicator import Replicator
-from holdfast.keeper.rpc.client import KeeperClient, VersionLevel
+from holdfast.keeper.rpc.announcements import Announced, VersionLevel
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.storage import writer
 from keeper.rig import eventually
@@ -55,12 +55,11 @@ def test_a_full_queue_refuses_and_drops_nothing(gate: Gate) -> None:
 
 def test_storage_does_not_stand_for_a_second_node() -> None:
     """A version may be durable without being replicated; who waits for the one is not told of the other."""
-    client, version = KeeperClient(0), Version(1, 4)
-    client._caller = SimpleNamespace(alive=True)
-    client._levels[version] = VersionLevel(frozenset({Level.CAPTURED, Level.DURABLE}), "the manifest is committed")
-    assert client.wait(version, Level.CAPTURED, 0.0) == client.wait(version, Level.DURABLE, 0.0) == Level.DURABLE
+    announced, version = Announced(0, lambda: True), Version(1, 4)
+    announced._levels[version] = VersionLevel(frozenset({Level.CAPTURED, Level.DURABLE}), "the manifest is committed")
+    assert announced.wait(version, Level.CAPTURED, 0.0) == announced.wait(version, Level.DURABLE, 0.0) == Level.DURABLE
     with pytest.raises(LevelNotReached, match="not replicated"):
-        client.wait(version, Level.REPLICATED, 0.0)
+        announced.wait(version, Level.REPLICATED, 0.0)
 
 
 # --- replicas
@@ -76,7 +75,11 @@ def replicator(reached: dict[Level, Version]) -> Replicator:
         newest=reached.get,
     )
     state = SimpleNamespace(
-        lock=threading.RLock(), ledger=ledger, need_ledger=lambda: ledger, alarm=lambda *_: None, assembly=None
+        lock=threading.RLock(),
+        ledger=ledger,
+        need_ledger=lambda: ledger,
+        alarms=SimpleNamespace(warn=lambda *_: None),
+        assembly=None,
     )
     return Replicator(state, Events(), lambda: None)
 

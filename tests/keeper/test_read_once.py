@@ -57,7 +57,7 @@ def write(rig: Rig, version: Version, seed: int) -> None:
     for one in made:
         image = random_image(one, seed)
         sealed = image_format.seal(one.bundle_id, image)
-        files.append(rig.storage.write_bundle(version, ref_of(one), sealed, memoryview(image), stamp=stamp))
+        files.append(rig.storage.bundles.write(version, ref_of(one), sealed, memoryview(image), stamp=stamp))
     name, length, digest = rig.storage.write_part(version, 0, files, stamp=stamp)
     root = Manifest(version, rig.job_id, NUM_NODES, JOB_LAYOUT, None, {name: (length, digest)})
     rig.storage.commit(root, stamp=stamp)

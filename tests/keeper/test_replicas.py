@@ -274,21 +274,21 @@ def test_a_pull_that_waits_too_long_is_an_alarm_and_one_line_of_the_log(
     for _ in range(TICKS):
         node.tick()
         now.s += FIRST_PATIENCE_S / TICKS
-    assert not node.state.alarms
+    assert not node.state.alarms.raised
     (said,) = [record.getMessage() for record in caplog.records if "waits" in record.getMessage()]
     assert said.startswith(f"{Version(1, 3)} waits: no replica slot of rank 0 is free")
     for _ in range(TICKS):
         now.s += 1.0
         node.tick()
-    assert node.state.alarms["replica of node 0"].text.startswith(f"no replica of {Version(1, 3)}, which waits")
+    assert node.state.alarms.raised["replica of node 0"].text.startswith(f"no replica of {Version(1, 3)}, which waits")
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
     node.hear(Kind.CAPTURED, Version(1, 4))
     node.rest()
-    assert node.state.alarms["replica of node 0"].text.startswith(f"no replica of {Version(1, 4)}, which waits")
+    assert node.state.alarms.raised["replica of node 0"].text.startswith(f"no replica of {Version(1, 4)}, which waits")
     for held in node.replicas():
         held.unpin("sending")
     node.tick()
-    assert not node.state.alarms
+    assert not node.state.alarms.raised
     node.hear(Kind.REPLICATED, Version(1, 4))
     node.goes_on(Version(1, 5))
 
@@ -300,10 +300,10 @@ def test_a_pull_that_the_system_refuses_is_told_and_tried_again(make_node: MakeN
     broken_once("hello", "", OSError(24, "Too many open files"))
     node.hear(Kind.CAPTURED, RESUMED)
     node.rest()
-    assert "Too many open files" in node.state.alarms["replica of node 0"].text
+    assert "Too many open files" in node.state.alarms.raised["replica of node 0"].text
     node.tick()
     assert node.slots() == [(RESUMED, ["g0-0"])]
-    assert not node.state.alarms
+    assert not node.state.alarms.raised
 
 
 def test_a_replica_for_which_no_descriptor_is_left_is_told_and_tried_again(make_node: MakeNode) -> None:
@@ -318,10 +318,10 @@ def test_a_replica_for_which_no_descriptor_is_left_is_told_and_tried_again(make_
     with without_descriptors(os.getpid()):
         node.replicator.tick()
         eventually(lambda: node.replicator.idle)
-    assert "open files" in node.state.alarms["replica of node 0"].text
+    assert "open files" in node.state.alarms.raised["replica of node 0"].text
     node.tick()
     assert node.slots() == [(Version(1, 3), ["g0-0"])]
-    assert not node.state.alarms
+    assert not node.state.alarms.raised
 
 
 # --- real keepers

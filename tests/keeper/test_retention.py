@@ -23,7 +23,7 @@ def test_halves_of_dead_incarnations_go_and_what_is_being_written_stays(tmp_path
     root = tmp_path / "root"
     store = new_store(root)
     save(store, Version(1, 1))
-    assert store.register_incarnation() == 2
+    assert store.incarnations.register() == 2
     save(store, Version(2, 3))
     for version in (Version(1, 2), Version(2, 4)):  # everything but the commit
         shutil.copytree(root / str(Version(2, 3)), root / str(version))
@@ -61,7 +61,7 @@ def test_what_is_pinned_is_not_even_tried(tmp_path: Path) -> None:
     store = new_store(tmp_path / "root")
     for step in range(1, 5):
         save(store, Version(1, step))
-    store.pin(Version(1, 1))
+    store.marks.pin(Version(1, 1))
 
     assembly = Assembly(1, str(tmp_path / "root"), store.job_id(), Topology(("n",), (0,)), ())
     RetentionRunner(Events()).after(store, Version(1, 4), assembly, None)
@@ -75,8 +75,8 @@ def test_what_is_held_stays_until_it_is_released_or_its_holder_is_dead(tmp_path:
     for step in range(1, 5):
         save(store, Version(1, step))
     mine, theirs = make_stamp(1), "i000001-t000000-h000000000000-p1"
-    store.hold(Version(1, 1), mine)
-    store.hold(Version(1, 2), theirs)
+    store.marks.hold(Version(1, 1), mine)
+    store.marks.hold(Version(1, 2), theirs)
 
     def commit(version: Version, resumed: Version | None) -> list[Version]:
         save(store, version)
@@ -85,11 +85,11 @@ def test_what_is_held_stays_until_it_is_released_or_its_holder_is_dead(tmp_path:
         return store.versions()
 
     assert commit(Version(1, 5), None) == [Version(1, step) for step in (1, 2, 4, 5)]
-    store.release(Version(1, 1), mine)
+    store.marks.release(Version(1, 1), mine)
     assert commit(Version(1, 6), None) == [Version(1, step) for step in (2, 5, 6)]
-    assert store.register_incarnation() == 2
+    assert store.incarnations.register() == 2
     assert commit(Version(2, 7), Version(1, 6)) == [Version(1, 6), Version(2, 7)]
-    assert store.held() == {}
+    assert store.marks.held() == {}
 
 
 def test_a_committer_that_slept_removes_nothing_of_a_newer_incarnation(
@@ -107,8 +107,8 @@ def test_a_committer_that_slept_removes_nothing_of_a_newer_incarnation(
         found = read(self, version)
         monkeypatch.setattr(Storage, "manifest", read)
         newer = open_storage(root, Events())
-        assert newer.register_incarnation() == 2
-        newer.record_resumed(2, Version(1, 1))
+        assert newer.incarnations.register() == 2
+        newer.incarnations.record_resumed(2, Version(1, 1))
         return found
 
     monkeypatch.setattr(Storage, "manifest", slept)
@@ -130,7 +130,7 @@ def test_a_pin_that_was_set_meanwhile_counts(tmp_path: Path, monkeypatch: pytest
 
     def slept(self: Storage, version: Version) -> Manifest:
         found = read(self, version)
-        self.pin(version)
+        self.marks.pin(version)
         return found
 
     monkeypatch.setattr(Storage, "manifest", slept)
@@ -143,7 +143,7 @@ def test_what_another_job_writes_in_a_replaced_directory_stays(tmp_path: Path, m
     """The directory was removed and begun anew while the committer slept; the new job's incarnation is a lower one."""
     root = tmp_path / "root"
     store = new_store(root)
-    assert store.register_incarnation() == 2
+    assert store.incarnations.register() == 2
     save(store, Version(2, 3))
     shutil.copytree(root / str(Version(2, 3)), root / str(Version(1, 2)))
     (root / str(Version(1, 2)) / "manifest.json").unlink()

@@ -58,7 +58,7 @@ def test_4096_keepers_are_served_by_few_threads(make_rig: Callable[..., Rig]) ->
         pytest.skip(f"this process may have {hard} descriptors, and needs {wanted}")
     rig = make_rig()
     (trainer,) = rig.start()
-    place, pid = rig.keeper(0), trainer.client.pid
+    place, pid = rig.keeper(0), trainer.client.welcome.pid
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     channels: list[Channel] = []
     try:
@@ -84,7 +84,7 @@ def test_4096_keepers_are_served_by_few_threads(make_rig: Callable[..., Rig]) ->
 def test_requests_that_wait_hold_up_nobody_else(make_rig: Callable[..., Rig]) -> None:
     """More of them at once than there are threads: each asks a node that is frozen."""
     rig = make_rig(num_nodes=2)
-    frozen = rig.start()[1].client.pid
+    frozen = rig.start()[1].client.welcome.pid
     place = rig.keeper(0)
     os.kill(frozen, signal.SIGSTOP)
     with contextlib.ExitStack() as stack:
@@ -95,7 +95,7 @@ def test_requests_that_wait_hold_up_nobody_else(make_rig: Callable[..., Rig]) ->
         for thread in threads:
             thread.start()
 
-        assert viewers[0].status(timeout_s=TIMEOUT_S)["pid"] == viewers[0].pid
+        assert viewers[0].status(timeout_s=TIMEOUT_S)["pid"] == viewers[0].welcome.pid
 
         assert any(thread.is_alive() for thread in threads), "they were answered before it was asked"
         for thread in threads:

@@ -112,7 +112,7 @@ from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.spawn import ensure_keeper
 place = ensure_keeper({str(base / "ck")!r}, Config(runtime_dir={str(base / "rt")!r}, node_label="n0", linger_s=20))
 client = KeeperClient.connect(place.socket, job=place.job)
-print(client.pid)
+print(client.welcome.pid)
 client.close()
 """
     starters = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(6)]
@@ -138,7 +138,7 @@ from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.spawn import ensure_keeper
 place = ensure_keeper({str(base / "ck")!r}, Config(runtime_dir={str(base / "rt")!r}, node_label="n0", linger_s=20))
 client = KeeperClient.connect(place.socket, job=place.job, rank=int(sys.argv[2]))
-print(client.pid, flush=True)
+print(client.welcome.pid, flush=True)
 sys.stdin.read()
 client.close()
 """

@@ -40,7 +40,7 @@ def proven(rig: Rig, version: Version) -> None:
     assert version in rig.storage.versions()
     manifest = rig.storage.manifest(version)
     for file in manifest.bundles:
-        rig.storage.verify_bundle(version, file)
+        rig.storage.bundles.verify(version, file)
     expected = {b.bundle_id: b for rank in range(rig.topology.world_size) for b in rig.trainer_bundles(rank)}
     assert {file.ref.bundle_id for file in manifest.bundles} == set(expected)
     for file in manifest.bundles:
@@ -80,7 +80,7 @@ def test_a_copy_that_went_bad_is_written_from_another_node(make_rig: MakeRig) ->
     rig, trainers = hurt_rig(make_rig, 2)
     version = save_all(trainers, 1)
     reached(trainers, version, Level.REPLICATED)
-    assert damage_memory([trainers[1].client.pid]) == version
+    assert damage_memory([trainers[1].client.welcome.pid]) == version
 
     trainers[0].client.persist(version)
 
@@ -122,7 +122,7 @@ def test_a_killed_representative_is_succeeded_and_the_second_one_too(make_rig: M
 
 def test_a_frozen_representative_is_succeeded_and_changes_nothing_when_it_wakes(make_rig: MakeRig) -> None:
     rig, trainers = hurt_rig(make_rig, 2)
-    frozen = trainers[1].client.pid
+    frozen = trainers[1].client.welcome.pid
     version = save_all(trainers, 1)
     reached(trainers, version, Level.REPLICATED)
     rig.hurt(1, "stop@rename")
@@ -165,7 +165,7 @@ def test_storage_that_fails_for_everybody_is_an_alarm_and_the_newest_version_fol
         reached(trainers, version, Level.REPLICATED)
         eventually(lambda: all("storage" in {a["key"] for a in rig.status(n)["alarms"]} for n in (0, 1)))
 
-    eventually(lambda: any("unserviceable" in alarm for alarm in trainers[0].client.alarms))
+    eventually(lambda: any("unserviceable" in alarm for alarm in trainers[0].client.announced.alarms))
     assert rig.storage.versions() == []
     for node in (0, 1):
         rig.hurt(node, "")

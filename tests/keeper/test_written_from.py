@@ -100,7 +100,7 @@ class Node:
 def node(tmp_path: Path) -> Iterator[Node]:
     storage = open_storage(tmp_path / "root", Events())
     storage.claim()
-    storage.register_incarnation()
+    storage.incarnations.register()
     made = Node(storage)
     yield made
     made.persister.stop()
@@ -158,7 +158,7 @@ def test_a_replica_that_arrives_late_is_pinned_while_written(node: Node) -> None
     assert len(refused) == 1
     assert f"is in use ({V})" in refused[0]
     assert node.written == {"r0", "r1"}
-    node.storage.verify_bundle(V, BundleFile.of(REFS[0], place.seal))
+    node.storage.bundles.verify(V, BundleFile.of(REFS[0], place.seal))
     assert theirs.pins.total() == 0, "it is free again"
     assert node.replicator._reuse(0, V2, NUM_BYTES) is theirs
 
@@ -181,7 +181,7 @@ def test_bytes_that_change_in_a_pinned_slot_are_not_reported(node: Node) -> None
     root = Path(node.storage.where)
     assert [path.name for path in root.rglob("*") if "r0" in path.name] == []
     assert list((root / ".tmp").iterdir()) == []
-    keys = set(node.state.alarms)
+    keys = set(node.state.alarms.raised)
     assert keys == {"storage", f"quarantine {V} r0 node b"}
     assert node.slot_pool.find(V, "r0") is None
     assert node.slot_pool.find(V1, "r0") is not None, "the same bundle of another version is as good as before"
@@ -289,5 +289,5 @@ def test_a_directory_that_is_replaced_during_a_write_gets_no_part(node: Node, tm
     node.persister._persist(node.queue[0])
 
     assert node.written == set()
-    assert "belongs to job" in node.state.alarms["storage"].text
+    assert "belongs to job" in node.state.alarms.raised["storage"].text
     assert list((tmp_path / "root").glob("*/manifest-*.json")) == []

@@ -19,7 +19,7 @@ def facts_of(rig: Rig, inventory: Inventory, *, with_storage: bool = False) -> F
         memory=inventory.copies,
         tables=dict(inventory.tables),
         stored=stored,
-        lineage=Lineage(rig.storage.lineage()),
+        lineage=Lineage(rig.storage.incarnations.lineage()),
         topology=rig.topology,
         suspects=frozenset(version for version, _ in inventory.suspects),
     )

@@ -17,6 +17,7 @@ from holdfast.keeper.replication import replicator as replicate
 from holdfast.keeper.replication.replicator import Replicator
 from holdfast.keeper.rpc.messages import Assembly, Inventory, News
 from holdfast.keeper.slots.keeper_state import NodeState, StateCallbacks
+from holdfast.keeper.slots.node_report import inventory
 from holdfast.keeper.slots.slot_pool import HeldSlot, SlotPool
 from holdfast.tiers.memory.memory_budget import Budget
 from keeper.rig import eventually
@@ -54,7 +55,7 @@ class Node:
 
     def _survey(self) -> Inventory:
         """What this node holds at first, then what node 0 does: all of what was resumed from."""
-        own, silent = self.state.inventory(), self.silent
+        own, silent = inventory(self.state), self.silent
         copies = tuple(
             MemoryCopy(RESUMED, 0, ref.ranks[0], seal_of(ref.bundle_id))
             for ref in self.table
@@ -113,7 +114,7 @@ class Node:
             self.hear(Kind.REPLICATED, version)
         for rank in self.homes:
             assert len(self.slots(rank)) <= replicate.NUM_REPLICA_SLOTS, "what lay beside the two is given back"
-        assert not any(key.startswith("replica of") for key in self.state.alarms)
+        assert not any(key.startswith("replica of") for key in self.state.alarms.raised)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class Stored:
         self.bytes = random_image(whole, seed=3, stored_values={"lr": 0.5})
         self.seal = image_format.seal("g-1", self.bytes)
         ref = ref_of(whole)
-        self.file: BundleFile = self.storage.write_bundle(V1, ref, self.seal, memoryview(self.bytes), stamp=STAMP)
+        self.file: BundleFile = self.storage.bundles.write(V1, ref, self.seal, memoryview(self.bytes), stamp=STAMP)
         self.path = path / "job" / str(V1) / self.file.file
         self.tensors = {name: torch.zeros(shape) for name, shape in ROWS.items()}
         self.tensors["wide"] = torch.zeros(600, 2000).t()
@@ -44,7 +44,7 @@ class Stored:
         return len(self.seal.chunk_digests)
 
     def open(self) -> tensor_fill.Source:
-        view, unread = open_bundle(self.storage, V1, self.file)
+        view, unread = open_bundle(self.storage.bundles, V1, self.file)
         assert unread is not None
         located = Located(self.file.ref, self.file.seal, view, Source.STORAGE, 0.0, None, unread)
         return tensor_fill.read_sources([located])[0]

@@ -35,7 +35,9 @@ from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
 from holdfast.tiers.storage import bundle_files
+from holdfast.tiers.storage.incarnations import Incarnations
 from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.stored_bundles import StoredBundles
 from holdfast.tiers.storage.version_store import LATEST, Storage
 
 MAX_TRIALS = 40
@@ -161,14 +163,14 @@ def _guard_off() -> None:
 
 
 def _pins_ignored() -> None:
-    write = Storage.write_bundle
+    write = StoredBundles.write
 
-    def write_bundle(self: Storage, *args: Any, **kwargs: Any) -> BundleFile:
+    def write_bundle(self: StoredBundles, *args: Any, **kwargs: Any) -> BundleFile:
         time.sleep(WINDOW_S)
         return write(self, *args, **kwargs)
 
     put(WriteAttempt, "_pin", always(None))
-    put(Storage, "write_bundle", write_bundle)
+    put(StoredBundles, "write", write_bundle)
     unproved_writes()
 
 
@@ -219,10 +221,10 @@ def _twins_not_compared() -> None:
 
 
 def _manifest_before_bundles() -> None:
-    commit, write = Storage.commit, Storage.write_bundle
+    commit, write = Storage.commit, StoredBundles.write
     waiting: list[tuple[Any, Any]] = []
 
-    def write_bundle(self: Storage, *args: Any, **kwargs: Any) -> BundleFile:
+    def write_bundle(self: StoredBundles, *args: Any, **kwargs: Any) -> BundleFile:
         waiting.append(((self, *args), kwargs))
         return BundleFile.of(args[1], args[2])
 
@@ -232,7 +234,7 @@ def _manifest_before_bundles() -> None:
             arguments, named = waiting.pop()
             write(*arguments, **named)
 
-    put(Storage, "write_bundle", write_bundle)
+    put(StoredBundles, "write", write_bundle)
     put(Storage, "commit", commit_first)
     put(Storage, "_missing", always([]))
 
@@ -326,7 +328,7 @@ def _sync_tried_again() -> None:
 
 
 def _temporaries_stay() -> None:
-    put(Storage, "sweep", always([]))
+    put(Incarnations, "sweep", always([]))
 
 
 # --- retention ------------------------------------------------------------------------------------------------------

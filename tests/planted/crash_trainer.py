@@ -19,7 +19,7 @@ from holdfast.core.model import Version
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Choice
 from holdfast.core.versions.lineage import Lineage
-from holdfast.tiers.storage.version_store import Storage
+from holdfast.tiers.storage.incarnations import Incarnations
 from planted.crash import always, put, unverified
 
 # How long a copy is stretched, so that something can come between its bytes.
@@ -103,13 +103,13 @@ def _values_forgotten() -> None:
 
 
 def _incarnation_again() -> None:
-    original = Storage.register_incarnation
+    original = Incarnations.register
 
-    def register(self: Storage, **_: int) -> int:
-        return self.highest_incarnation() or original(self)
+    def register(self: Incarnations, **_: int) -> int:
+        return self.highest() or original(self)
 
-    put(Storage, "register_incarnation", register)
-    put(Storage, "record_resumed", always(None))
+    put(Incarnations, "register", register)
+    put(Incarnations, "record_resumed", always(None))
 
 
 IN_TRAINERS: dict[str, Callable[[], None]] = {

@@ -131,7 +131,7 @@ def _verified(case: Case, root: Path) -> list[str]:
     for version in storage.versions():
         try:
             for bundle in storage.manifest(version).bundles:
-                storage.verify_bundle(version, bundle)
+                storage.bundles.verify(version, bundle)
         except HoldfastError as error:
             found.append(f"{version} is durable and cannot be read: {error}")
     if not storage.versions():

@@ -55,7 +55,7 @@ def restore(storage: Storage, options: argparse.Namespace) -> tuple[int, int, st
         file = storage.manifest(version).bundles[0]
         try:
             if options.bug != "believes files":
-                storage.verify_bundle(version, file)
+                storage.bundles.verify(version, file)
         except HoldfastError:
             continue
         data = (options.root / str(version) / file.file).read_bytes()
@@ -63,8 +63,8 @@ def restore(storage: Storage, options: argparse.Namespace) -> tuple[int, int, st
             raise MismatchError(f"saved {file.ref.num_bytes} bytes", remedy="build the model that was saved")
         number = struct.unpack("<q", data[-8:])[0] if options.bug != "half a state" else 1
         return version.step + 1, number, job
-    if not storage.highest_incarnation():
-        storage.register_incarnation()
+    if not storage.incarnations.highest():
+        storage.incarnations.register()
     return 0, 1, job
 
 
@@ -81,7 +81,7 @@ def commit(storage: Storage, job: str, version: Version, number: int, options: a
     image[-8 - 4 * options.shape + 8 :] = b"\7" * (4 * options.shape - 8) + struct.pack("<q", wrapped(number))
     ref = BundleRef(bundle.bundle_id, bundle.ranks, bundle.index, bundle.count, bundle.num_bytes, fingerprint(bundle))
     stamp = make_stamp(version.incarnation)
-    file = storage.write_bundle(
+    file = storage.bundles.write(
         version, ref, image_format.seal(bundle.bundle_id, image), memoryview(image), stamp=stamp
     )
     name, length, told = storage.write_part(version, 0, [file], stamp=stamp)

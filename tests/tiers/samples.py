@@ -86,8 +86,8 @@ def new_store(root: Path) -> Storage:
     """A claimed store with incarnation 1 registered."""
     store = open_storage(root, Events())
     store.claim()
-    if not store.highest_incarnation():
-        store.register_incarnation()
+    if not store.incarnations.highest():
+        store.incarnations.register()
     return store
 
 
@@ -99,7 +99,7 @@ def save(store: Storage, version: Version, *, num_bundles: int = 2, seed: int = 
         b = sample_bundle(f"g{node}x1-aaaa-0")
         image = random_image(b, seed + node, {"lr": 0.1, "seed": seed})
         sealed = image_format.seal(b.bundle_id, image)
-        file = store.write_bundle(version, ref_of(b), sealed, memoryview(image), stamp=stamp)
+        file = store.bundles.write(version, ref_of(b), sealed, memoryview(image), stamp=stamp)
         name, length, digest = store.write_part(version, node, [file], stamp=stamp)
         parts[name] = (length, digest)
     root = manifest.Manifest(version, store.job_id(), num_bundles, JOB_LAYOUT, None, parts)
@@ -112,7 +112,7 @@ def verify(store: Storage, version: Version) -> int:
     files = store.manifest(version).bundles
     done: list[int] = []
     for file in files:
-        store.verify_bundle(version, file, done.append)
+        store.bundles.verify(version, file, done.append)
     return sum(done)
 
 

@@ -55,7 +55,7 @@ def key_file(tmp_path: Path) -> Path:
 def store(tmp_path: Path, key_file: Path) -> Storage:
     made = open_storage(tmp_path / "root", Events(), encryption=KeySource(str(key_file)))
     made.claim()
-    made.register_incarnation()
+    made.incarnations.register()
     return made
 
 
@@ -70,7 +70,7 @@ def big(store: Storage, version: Version, seed: int = 3) -> BundleFile:
     image = random_image(one, seed)
     sealed = image_format.seal(one.bundle_id, image)
     stamp = make_stamp(version.incarnation)
-    file = store.write_bundle(version, ref_of(one), sealed, memoryview(image), stamp=stamp)
+    file = store.bundles.write(version, ref_of(one), sealed, memoryview(image), stamp=stamp)
     name, length, digest = store.write_part(version, 0, [file], stamp=stamp)
     store.commit(Manifest(version, store.job_id(), 1, JOB_LAYOUT, None, {name: (length, digest)}), stamp=stamp)
     return store.manifest(version).bundles[0]
@@ -88,24 +88,24 @@ def test_what_is_stored_tells_nothing_and_reads_back(store: Storage) -> None:
         assert file.file.endswith(".encrypted2")
         assert b"weight" not in stored
         assert b"DCP_SHARDING_INFO" not in stored
-        image = store.image(V1, file)
+        image = store.bundles.image(V1, file)
         view = memoryview(bytearray(file.length))
-        store.read_bundle_into(V1, file, view)
+        store.bundles.read_into(V1, file, view)
         image_format.verify(view, file.seal, "read")
         for entry in image.entries:
-            assert store.read_entry(V1, file, entry) == bytes(view[entry.start : entry.end])
+            assert store.bundles.read_entry(V1, file, entry) == bytes(view[entry.start : entry.end])
     assert not list((Path(store.where) / str(V1)).glob("*.safetensors")), "stock readers find nothing to misread"
 
 
 def test_a_large_file_opens_in_pieces_of_any_place(store: Storage) -> None:
     file = big(store, V1)
     whole = memoryview(bytearray(file.length))
-    store.read_bundle_into(V1, file, whole)
+    store.bundles.read_into(V1, file, whole)
     image_format.verify(whole, file.seal, "read")
     last = memoryview(bytearray(file.length - 2 * CHUNK_BYTES))
-    store.read_chunks_into(V1, file, 2, last)
+    store.bundles.read_chunks_into(V1, file, 2, last)
     assert last == whole[2 * CHUNK_BYTES :]
-    odd = store._files.read(V1, file, offset=CHUNK_BYTES - 100, length=CHUNK_BYTES + 200)
+    odd = store.bundles._files.read(V1, file, offset=CHUNK_BYTES - 100, length=CHUNK_BYTES + 200)
     assert odd == whole[CHUNK_BYTES - 100 : 2 * CHUNK_BYTES + 100]
 
 
@@ -162,13 +162,13 @@ def test_contents_with_one_digest_share_no_nonce(store: Storage) -> None:
     stored = []
     for content in contents:
         seal = image_format.seal("b", content)
-        file = store.write_bundle(
+        file = store.bundles.write(
             V1, BundleRef("b", (0,), 0, 1, 4096, "f"), seal, memoryview(content), stamp=make_stamp(1)
         )
         stored.append(path_of(store, V1, file).read_bytes())
         view = memoryview(bytearray(4096))
-        store._files._last = None
-        store.read_bundle_into(V1, file, view)
+        store.bundles._files._last = None
+        store.bundles.read_into(V1, file, view)
         assert bytes(view) == content
     assert crossed(stored[0][:4096], stored[1][:4096]) != crossed(*contents)
     locks = [Trailer.decode(data[4096:], file.file).locks[0] for data in stored]
@@ -188,14 +188,14 @@ def test_ranks_with_other_bytes_under_one_name_share_no_nonce(store: Storage) ->
     source = random.Random(9)
     good = bytearray(source.randbytes(CHUNK_BYTES + 4096))
     seal, ref = image_format.seal("b", good), BundleRef("b", (0, 1), 0, 1, len(good), "f")
-    file = BundleFile.of(ref, seal, store._files.key_id)
+    file = BundleFile.of(ref, seal, store.bundles._files.key_id)
     other = bytearray(good)
     other[CHUNK_BYTES + 5] ^= 1
     written: list[list[bytes]] = []
     for view in (good, other):
         taken: list[bytes] = []
         try:
-            taken.extend(map(bytes, store._files.chunks(V1, file, memoryview(view))))
+            taken.extend(map(bytes, store.bundles._files.chunks(V1, file, memoryview(view))))
         except CorruptError:
             taken.append(b"refused")
         written.append(taken)
@@ -217,9 +217,9 @@ def test_memory_that_changes_meanwhile_meets_no_nonce_of_other_bytes(
         return honest(key, index, chunk)
 
     monkeypatch.setattr(FileKey, "encrypt", late)
-    file = store.write_bundle(V1, ref, seal, memoryview(image), stamp=make_stamp(1))
+    file = store.bundles.write(V1, ref, seal, memoryview(image), stamp=make_stamp(1))
     view = memoryview(bytearray(4096))
-    store.read_bundle_into(V1, file, view)
+    store.bundles.read_into(V1, file, view)
     assert bytes(image) != before
     assert bytes(view) == before
 
@@ -264,15 +264,15 @@ def test_versions_of_format_2_are_read_verified_and_retired(tmp_path: Path, key_
     assert all(file.is_older for file in manifest.bundles)
     for file in manifest.bundles:
         view = memoryview(bytearray(file.length))
-        store.read_bundle_into(version, file, view)
+        store.bundles.read_into(version, file, view)
         image_format.verify(view, file.seal, "read")
-        store.verify_bundle(version, file)
-        reopened(store, "").verify_bundle(version, file)
+        store.bundles.verify(version, file)
+        reopened(store, "").bundles.verify(version, file)
         path = path_of(store, version, file)
         good = path.read_bytes()
         path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
         with pytest.raises(CorruptError, match="changed, or belongs elsewhere"):
-            store.read_bundle_into(version, file, view)
+            store.bundles.read_into(version, file, view)
         path.write_bytes(good)
     save(store, V2)
     assert store.manifest(V2).proved_format == 3
@@ -297,7 +297,7 @@ def test_a_file_is_not_read_in_the_form_of_the_other(store: Storage) -> None:
     older = replace(file, file=file.file.removesuffix("2"))
     path_of(store, V1, file).rename(path_of(store, V1, older))
     with pytest.raises(CorruptError):
-        store._files.read(V1, older, length=10)
+        store.bundles._files.read(V1, older, length=10)
 
 
 def test_another_key_or_none_is_refused_by_name(store: Storage, tmp_path: Path) -> None:
@@ -309,8 +309,8 @@ def test_another_key_or_none_is_refused_by_name(store: Storage, tmp_path: Path) 
     for setting, words in (("", "no key is given"), (str(other), "the key given is")):
         stranger = reopened(store, setting)
         with pytest.raises(ConfigError, match=f"{file.key_id}; {words}"):
-            stranger.read_bundle_into(V1, file, view)
-        stranger.verify_bundle(V1, file)  # that it is undamaged can be told without the key
+            stranger.bundles.read_into(V1, file, view)
+        stranger.bundles.verify(V1, file)  # that it is undamaged can be told without the key
 
 
 @pytest.mark.parametrize("keyless", [False, True])
@@ -326,12 +326,12 @@ def test_every_change_of_an_encrypted_file_is_found(store: Storage, keyless: boo
     for damaged in damages:
         path.write_bytes(damaged)
         fresh = reopened(reader, "") if keyless else reader
-        fresh._files._last = None
+        fresh.bundles._files._last = None
         with pytest.raises(CorruptError):
-            fresh.verify_bundle(V1, file)
+            fresh.bundles.verify(V1, file)
     path.write_bytes(good)
-    reader._files._last = None
-    reader.verify_bundle(V1, file)
+    reader.bundles._files._last = None
+    reader.bundles.verify(V1, file)
 
 
 def test_an_attacker_without_the_key_cannot_move_chunks_or_splice_versions(store: Storage) -> None:
@@ -346,10 +346,10 @@ def test_an_attacker_without_the_key_cannot_move_chunks_or_splice_versions(store
         chunks = [bytes_of[at : at + CHUNK_BYTES] for at in range(0, len(bytes_of), CHUNK_BYTES)]
         digest = xxhash.xxh3_128_digest(b"".join(map(xxhash.xxh3_128_digest, chunks)))
         path.write_bytes(bytes_of + Trailer(file.key_id, file.length, forged, digest).encode(file.file))
-        store._files._last = None
-        reopened(store, "").verify_bundle(V1, file)  # without the key it looks well
+        store.bundles._files._last = None
+        reopened(store, "").bundles.verify(V1, file)  # without the key it looks well
         with pytest.raises(CorruptError, match="changed, or belongs elsewhere"):
-            store.verify_bundle(V1, file)
+            store.bundles.verify(V1, file)
 
 
 def test_an_unfinished_encrypted_version_is_discarded(store: Storage) -> None:
@@ -456,7 +456,7 @@ def test_keepers_write_and_read_encrypted_versions(tmp_path: Path, key_file: Pat
         found = rig.storage.manifest(version)
         assert all(file.key_id for file in found.bundles)
         saved = {item.seal.digest for item in found.bundles}
-        arguments = Path(f"/proc/{trainers[0].client.pid}/cmdline").read_bytes()
+        arguments = Path(f"/proc/{trainers[0].client.welcome.pid}/cmdline").read_bytes()
         assert SECRET.hex().encode() not in arguments
     fresh = tmp_path / "again"
     fresh.mkdir()
@@ -507,7 +507,7 @@ def test_a_version_that_somebody_without_the_key_made_is_refused(store: Storage,
             store.manifest(V2)
         assert "encryption_required" in caught.value.remedy
     else:
-        assert not any(store.opens(file) for file in store.manifest(V2).bundles)
+        assert not any(store.bundles.opens(file) for file in store.manifest(V2).bundles)
     assert store.manifest(V1).version == V1
 
 
@@ -522,7 +522,7 @@ def test_a_plain_bundle_beside_one_of_another_key_is_refused(store: Storage, tmp
         one = bundle(name, piece("w", "F32", (4, 4)))
         image = random_image(one, 7)
         sealed = image_format.seal(one.bundle_id, image)
-        files.append(forger.write_bundle(V2, ref_of(one), sealed, memoryview(image), stamp=stamp))
+        files.append(forger.bundles.write(V2, ref_of(one), sealed, memoryview(image), stamp=stamp))
     for committer in (reopened(store, ""), reopened(store, str(other))):
         name, length, digest = committer.write_part(V2, 0, files, stamp=stamp)
         committer.commit(Manifest(V2, store.job_id(), 1, JOB_LAYOUT, None, {name: (length, digest)}), stamp=stamp)
@@ -560,7 +560,7 @@ def test_a_manifest_that_was_changed_is_refused_by_who_has_the_key(store: Storag
 def test_a_job_that_began_without_a_key_comes_back_when_it_says_so(tmp_path: Path, key_file: Path) -> None:
     plain = open_storage(tmp_path / "root", Events(), encryption=KeySource())
     plain.claim()
-    plain.register_incarnation()
+    plain.incarnations.register()
     save(plain, V1)
     for required in (True, False):
         with_key = (

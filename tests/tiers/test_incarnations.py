@@ -45,7 +45,7 @@ def test_of_many_claimers_all_get_one_job(tmp_path: Path) -> None:
 from holdfast.base.events import Events
 from holdfast.tiers.storage.version_store import open_storage
 store = open_storage({str(tmp_path / "a" / "root")!r}, Events())
-print(store.claim(), store.register_incarnation())
+print(store.claim(), store.incarnations.register())
 """
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(6)]
     answers = [process.communicate(timeout=60)[0].split() for process in processes]
@@ -85,22 +85,22 @@ def test_places_that_are_not_known_are_refused(url: str) -> None:
 
 
 def test_incarnations_and_what_they_resumed_from(store: Storage) -> None:
-    assert store.register_incarnation() == 2
-    assert store.register_incarnation() == 3
-    store.record_resumed(1, None)
-    store.record_resumed(3, V1)
-    store.record_resumed(3, V1)
+    assert store.incarnations.register() == 2
+    assert store.incarnations.register() == 3
+    store.incarnations.record_resumed(1, None)
+    store.incarnations.record_resumed(3, V1)
+    store.incarnations.record_resumed(3, V1)
     with pytest.raises(Fenced):
-        store.record_resumed(3, V2)
-    assert store.lineage() == {1: None, 3: V1}
-    assert store.highest_incarnation() == 3
+        store.incarnations.record_resumed(3, V2)
+    assert store.incarnations.lineage() == {1: None, 3: V1}
+    assert store.incarnations.highest() == 3
 
 
 def test_a_new_incarnation_is_above_all_versions_that_are_there(store: Storage, tmp_path: Path) -> None:
     """Somebody copied versions and left the records behind: below them every restart would go back to them."""
     (tmp_path / "root" / str(Version(7, 120))).mkdir()
-    assert store.highest_incarnation() == 7
-    assert store.register_incarnation() == 8
+    assert store.incarnations.highest() == 7
+    assert store.incarnations.register() == 8
 
 
 def test_no_incarnation_is_taken_that_would_fence_nobody(store: Storage, tmp_path: Path) -> None:
@@ -108,20 +108,20 @@ def test_no_incarnation_is_taken_that_would_fence_nobody(store: Storage, tmp_pat
     records.mkdir(exist_ok=True)
     (records / "9999999999.json").touch()
     with pytest.raises(StorageError, match="no higher one"):
-        store.register_incarnation()
+        store.incarnations.register()
     assert not list(records.glob("1" + "?" * 10 + ".json"))
 
 
 def test_a_damaged_registration_still_counts(store: Storage, tmp_path: Path) -> None:
     (tmp_path / "root" / "incarnations" / "000002.json").write_bytes(b"?")
-    assert store.register_incarnation() == 3
+    assert store.incarnations.register() == 3
 
 
 def test_a_damaged_lineage_is_an_error_and_not_an_empty_one(store: Storage, tmp_path: Path) -> None:
-    store.record_resumed(1, None)
+    store.incarnations.record_resumed(1, None)
     (tmp_path / "root" / "incarnations" / "000001.resumed.json").write_bytes(b"")
     with pytest.raises(CorruptError, match=r"000001.resumed.json"):
-        store.lineage()
+        store.incarnations.lineage()
 
 
 def test_only_temporary_files_of_the_dead_are_swept(store: Storage, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_only_temporary_files_of_the_dead_are_swept(store: Storage, tmp_path: Pa
     }
     for name in names:
         (tmp_path / "root" / ".tmp" / name).write_bytes(b"x")
-    swept = store.sweep(3)
+    swept = store.incarnations.sweep(3)
     assert sorted(swept) == sorted(name for name, dead in names.items() if dead)
     left = {path.name for path in (tmp_path / "root" / ".tmp").iterdir()}
     assert left == {name for name, dead in names.items() if not dead}
@@ -160,7 +160,7 @@ save(new_store(Path({str(tmp_path / "root")!r})), Version(1, 20))
     result = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, capture_output=True)
     assert result.returncode == -9, result.stderr
     assert len(os.listdir(tmp_path / "root" / ".tmp")) == 1
-    assert len(store.sweep(1)) == 1
+    assert len(store.incarnations.sweep(1)) == 1
     assert os.listdir(tmp_path / "root" / ".tmp") == []
     assert store.versions() == [V1]
     assert verify(store, V1)

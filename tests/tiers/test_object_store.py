@@ -68,7 +68,7 @@ def stacked(prefix: str, *, timeout_s: float = 10.0) -> Backend:
 def claimed(prefix: str, **options: float) -> Storage:
     store = Storage(stacked(prefix, **options), Events())
     store.claim()
-    store.register_incarnation()
+    store.incarnations.register()
     return store
 
 
@@ -119,9 +119,9 @@ def test_a_version_in_a_bucket_is_written_listed_read_and_retired(server: Server
         save(store, version)
         assert verify(store, version) > 0
     assert store.versions() == [V1, V2]
-    store.pin(V1)
-    assert store.pins() == {V1}
-    store.unpin(V1)
+    store.marks.pin(V1)
+    assert store.marks.pins() == {V1}
+    store.marks.unpin(V1)
     store.retire(V1)
     assert store.versions() == [V2]
     assert store._backend.listing(str(V1)) == []
@@ -132,13 +132,13 @@ def test_a_version_in_a_bucket_is_written_listed_read_and_retired(server: Server
 
 def test_incarnations_fence_in_a_bucket(server: Server, prefix: str) -> None:
     store = claimed(prefix)
-    assert store.register_incarnation() == 2
+    assert store.incarnations.register() == 2
     with pytest.raises(Fenced, match="newer incarnation"):
         save(store, V1)
-    store.record_resumed(2, None)
+    store.incarnations.record_resumed(2, None)
     with pytest.raises(Fenced):
-        store.record_resumed(2, V1)
-    assert store.lineage() == {2: None}
+        store.incarnations.record_resumed(2, V1)
+    assert store.incarnations.lineage() == {2: None}
 
 
 def test_what_is_left_of_an_uncommitted_version_is_discarded(
@@ -190,9 +190,9 @@ def test_a_commit_whose_reply_is_lost_or_conflicts_is_a_commit(server: Server, p
 def test_a_registration_whose_reply_is_lost_takes_some_free_number(server: Server, prefix: str) -> None:
     store = claimed(prefix)
     with server.planned(times(1, "lost", where=lambda request: request.conditional)):
-        number = store.register_incarnation()
+        number = store.incarnations.register()
     assert number in (2, 3)
-    assert store.highest_incarnation() == number
+    assert store.incarnations.highest() == number
 
 
 def test_a_stalled_request_ends_and_is_made_again(server: Server, prefix: str) -> None:
@@ -219,8 +219,8 @@ def test_a_bit_that_flips_on_the_way_is_found_by_the_digest(server: Server, pref
     manifest = save(store, V1)
     with server.planned(times(1, "flip", where=lambda request: request.name.endswith(".safetensors"))):
         with pytest.raises(CorruptError, match="chunk"):
-            store.verify_bundle(V1, manifest.bundles[0])
-    store.verify_bundle(V1, manifest.bundles[0])
+            store.bundles.verify(V1, manifest.bundles[0])
+    store.bundles.verify(V1, manifest.bundles[0])
 
 
 def test_what_fails_for_ever_ends_with_a_reason(server: Server, prefix: str) -> None:
@@ -342,28 +342,28 @@ def test_a_listing_that_is_not_found_is_not_an_empty_one(
 def test_a_second_job_on_a_prefix_is_refused_and_told_by_whom(server: Server, prefix: str) -> None:
     first, second = (Storage(stacked(prefix), Events()) for _ in range(2))
     first.claim()
-    first.occupy("first")
-    first.occupy("first", timeout_s=0.1)  # again is fine
+    first.run_lock.take("first")
+    first.run_lock.take("first", timeout_s=0.1)  # again is fine
     with pytest.raises(InUse, match=f"process {os.getpid()} .*'first'"):
-        second.occupy("second", timeout_s=0.1)
-    first.leave()
-    second.occupy("second", timeout_s=0.1)
-    second.leave()
+        second.run_lock.take("second", timeout_s=0.1)
+    first.run_lock.release()
+    second.run_lock.take("second", timeout_s=0.1)
+    second.run_lock.release()
 
 
 def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over(server: Server, prefix: str) -> None:
     code = (
         "import sys; from holdfast.base.events import Events; from holdfast.tiers.storage.version_store import open_storage\n"
-        "store = open_storage(sys.argv[1], Events()); store.claim(); store.occupy('dead'); import os; os._exit(1)"
+        "store = open_storage(sys.argv[1], Events()); store.claim(); store.run_lock.take('dead'); import os; os._exit(1)"
     )
     url = f"s3://{BUCKET}/{prefix}"
     assert subprocess.run([sys.executable, "-c", code, url], timeout=60).returncode == 1
     store = open_storage(url, Events())
     store.claim()
     assert [name for name, _ in store._backend.listing(LOCKS)] == ["000001"]
-    store.occupy("next", timeout_s=5)
+    store.run_lock.take("next", timeout_s=5)
     assert [name for name, _ in store._backend.listing(LOCKS)] == ["000002"]
-    store.leave()
+    store.run_lock.release()
     assert store._backend.listing(LOCKS) == [("000002", 0)], "it stays taken, and is free"
 
 

@@ -210,7 +210,7 @@ class Image:
         self.seal = image_format.seal(one.bundle_id, self.view)
 
     def write(self, store: Storage, *, at: Callable[[int], None] = lambda _: None) -> BundleFile:
-        return store.write_bundle(V1, self.ref, self.seal, self.view, stamp=STAMP, progress=at)
+        return store.bundles.write(V1, self.ref, self.seal, self.view, stamp=STAMP, progress=at)
 
 
 @pytest.fixture(scope="module")
@@ -221,13 +221,13 @@ def image() -> Image:
 def read_back(store: Storage, file: BundleFile, image: Image) -> None:
     """All of the file, by both ways of reading, and the proof of what lies there."""
     view, told = page_memory(file.length), list[int]()
-    store.read_bundle_into(V1, file, view, told.append)
+    store.bundles.read_into(V1, file, view, told.append)
     assert view == image.view
     assert sum(told) == file.length
     view[:] = bytes(file.length)
-    store.read_chunks_into(V1, file, 0, view)
+    store.bundles.read_chunks_into(V1, file, 0, view)
     assert view == image.view
-    store.verify_bundle(V1, file)
+    store.bundles.verify(V1, file)
 
 
 def names(store: Storage) -> list[str]:
@@ -276,7 +276,7 @@ def test_calls_of_both_ways_are_under_way_together(
                 file = image.write(store)
             else:
                 view = page_memory(file.length)
-                store.read_bundle_into(V1, file, view)
+                store.bundles.read_into(V1, file, view)
         assert len(met) == NUM_TOGETHER
     assert view == image.view
 
@@ -332,7 +332,7 @@ def test_an_error_of_one_reading_stream_is_told(store: Storage, image: Image, mo
     with monkeypatch.context() as patch:
         patched(patch, "preadv", act)
         with pytest.raises(StorageError, match="planted"):
-            store.read_bundle_into(V1, file, page_memory(file.length))
+            store.bundles.read_into(V1, file, page_memory(file.length))
 
 
 def test_what_was_written_is_durable_only_after_the_last_stream(
@@ -365,9 +365,9 @@ def test_a_file_that_was_cut_is_found_whichever_stream_meets_its_end(store: Stor
     for length in (0, 2 * UNIT_BYTES, 2 * UNIT_BYTES + 5, file.length - 1):
         os.truncate(path, length)
         with pytest.raises(CorruptError):
-            store.read_bundle_into(V1, file, page_memory(file.length))
+            store.bundles.read_into(V1, file, page_memory(file.length))
         with pytest.raises(CorruptError):
-            store.read_chunks_into(V1, file, 0, page_memory(file.length))
+            store.bundles.read_chunks_into(V1, file, 0, page_memory(file.length))
 
 
 class Ring(Chunks):
@@ -431,9 +431,9 @@ def test_a_planted_bug_of_a_writing_stream_is_found_by_whoever_reads(
         patch.setattr(posix_io, "_write_all", partial(bug, posix_io._write_all))
         file = image.write(store)
     with pytest.raises(HoldfastError):
-        store.verify_bundle(V1, file)
+        store.bundles.verify(V1, file)
     with pytest.raises(HoldfastError):
-        store.read_chunks_into(V1, file, 0, page_memory(file.length))
+        store.bundles.read_chunks_into(V1, file, 0, page_memory(file.length))
 
 
 def test_a_planted_bug_of_a_reading_stream_is_found(
@@ -447,4 +447,4 @@ def test_a_planted_bug_of_a_reading_stream_is_found(
 
     monkeypatch.setattr(posix_io, "fill", fill)
     with pytest.raises(CorruptError):
-        store.read_chunks_into(V1, file, 0, page_memory(file.length))
+        store.bundles.read_chunks_into(V1, file, 0, page_memory(file.length))

@@ -31,12 +31,12 @@ def stored(tmp_path: Path) -> Storage:
     """A version of 64 bundles, each in a part of its own."""
     storage = open_storage(tmp_path / "root", Events())
     job, stamp = storage.claim(), make_stamp(1)
-    storage.register_incarnation()
+    storage.incarnations.register()
     parts = {}
     for number in range(NUM_PARTS):
         image = memoryview(bytes([number]) * 100)
         seal: Seal = image_format.seal(f"g{number}", image)
-        file = storage.write_bundle(V, BundleRef(f"g{number}", (number,), 0, 1, 100, "f"), seal, image, stamp=stamp)
+        file = storage.bundles.write(V, BundleRef(f"g{number}", (number,), 0, 1, 100, "f"), seal, image, stamp=stamp)
         name, *entry = storage.write_part(V, number, [file], stamp=stamp)
         parts[name] = tuple(entry)
     storage.commit(Manifest(V, job, NUM_PARTS, "L", None, parts), stamp=stamp)

@@ -83,7 +83,7 @@ TOGETHER = """
 import os, sys, threading
 from pathlib import Path
 from holdfast.base.errors import InUse
-from holdfast.tiers.storage import incarnations as registry
+from holdfast.tiers.storage.incarnations import Incarnations, make_stamp
 from holdfast.tiers.storage.bucket_lease import LeaseLock
 from holdfast.tiers.backends.local import LocalBackend
 
@@ -95,7 +95,7 @@ if os.fork() == 0:
     if sys.argv[2] == "lock":
         LeaseLock(backend).take("holder", timeout_s=1.0)
     else:
-        (Path(sys.argv[1]) / ".tmp" / (registry.make_stamp(1) + ".0a")).write_bytes(b"half")
+        (Path(sys.argv[1]) / ".tmp" / (make_stamp(1) + ".0a")).write_bytes(b"half")
     os.write(theirs, b"!")
     os.read(end, 1)
     os._exit(0)
@@ -105,7 +105,7 @@ try:
         LeaseLock(backend, lease_s=60.0).take("other", timeout_s=0.1)
         print("taken over")
     else:
-        print("removed", registry.sweep(backend, 1))
+        print("removed", Incarnations(backend).sweep(1))
 except InUse:
     print("refused")
 finally:

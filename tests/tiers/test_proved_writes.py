@@ -62,14 +62,14 @@ class Image:
         self.seal: Seal = image_format.seal(one.bundle_id, self.view)
 
     def write(self, store: Storage) -> BundleFile:
-        return store.write_bundle(V1, self.ref, self.seal, self.view, stamp=STAMP)
+        return store.bundles.write(V1, self.ref, self.seal, self.view, stamp=STAMP)
 
 
 def when_asked(
     monkeypatch: pytest.MonkeyPatch, store: Storage, index: int, act: Callable[[], None], *, handed: bool = False
 ) -> None:
     """Does `act` once, when the backend asks for chunk `index`; or when that is made and not yet in its hands."""
-    real = type(store._files).chunks
+    real = type(store.bundles._files).chunks
     acted: list[int] = []
 
     class Watched(Chunks):
@@ -92,7 +92,7 @@ def when_asked(
                     act()
                 yield chunk
 
-    monkeypatch.setattr(type(store._files), "chunks", lambda *args: Watched(real(*args)))
+    monkeypatch.setattr(type(store.bundles._files), "chunks", lambda *args: Watched(real(*args)))
 
 
 def names(store: Storage) -> list[str]:
@@ -120,7 +120,7 @@ def test_bytes_that_change_before_they_are_written_get_no_name(
 
     image.view[at * CHUNK_BYTES + 5000] ^= 1
     file = image.write(store)
-    store.verify_bundle(V1, file)
+    store.bundles.verify(V1, file)
     assert names(store) == [file.file]
 
 
@@ -160,7 +160,7 @@ def test_a_good_file_stays_when_its_replacement_is_refused(store: Storage, monke
     when_asked(monkeypatch, store, 1, spoil)
     with pytest.raises(CorruptError):
         image.write(store)
-    store.verify_bundle(V1, file)
+    store.bundles.verify(V1, file)
     assert names(store) == [file.file]
 
 

@@ -29,7 +29,7 @@ from holdfast.base.events import Events
 from holdfast.tiers.storage.version_store import open_storage
 store = open_storage(sys.argv[1], Events())
 store.claim()
-store.occupy("first")
+store.run_lock.take("first")
 if sys.argv[2] == "fork" and os.fork() == 0:
     print(os.getpid(), flush=True)
     sys.stdin.readline()
@@ -76,14 +76,14 @@ def test_a_second_job_is_refused_by_name_and_let_in_when_the_first_is_dead(tmp_p
     with holder(root) as first:
         second = job(root)
         with pytest.raises(InUse) as caught:
-            second.occupy("second", timeout_s=0.2)
+            second.run_lock.take("second", timeout_s=0.2)
         assert f"process {first.pid} on {os.uname().nodename}, run 'first'" in caught.value.what
         assert caught.value.where == str(root / "run.lock")
         assert "another path" in caught.value.remedy
         first.kill()
-        second.occupy("second")
+        second.run_lock.take("second")
     assert f'"pid": {os.getpid()}' in (root / "run.lock").read_text()
-    second.leave()
+    second.run_lock.release()
 
 
 def test_a_dying_predecessor_is_waited_for(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_a_dying_predecessor_is_waited_for(tmp_path: Path) -> None:
         killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {first.pid}"])
         store = job(tmp_path / "root")
         started = time.monotonic()
-        store.occupy("second")
+        store.run_lock.take("second")
         assert 0.2 < time.monotonic() - started < run_lock.PREDECESSOR_TIMEOUT_S
         killer.wait(10)
-    store.leave()
+    store.run_lock.release()
 
 
 def test_a_dead_machine_is_waited_for_where_a_file_server_keeps_its_lock(
@@ -106,17 +106,17 @@ def test_a_dead_machine_is_waited_for_where_a_file_server_keeps_its_lock(
     with holder(root, "elsewhere") as first:
         second = job(root)
         with pytest.raises(InUse, match="on node7"):
-            second.occupy("second", timeout_s=0.1)
+            second.run_lock.take("second", timeout_s=0.1)
         monkeypatch.setattr(run_lock, "is_remote", lambda _: True)
         monkeypatch.setattr(run_lock, "REMOTE_LEASE_S", 0.4)
         with pytest.raises(InUse, match="on node7"):
-            second.occupy("second", timeout_s=0.1)
+            second.run_lock.take("second", timeout_s=0.1)
         monkeypatch.setattr(run_lock, "REMOTE_LEASE_S", 30.0)
         killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {first.pid}"])
-        second.occupy("second", timeout_s=0.1)
+        second.run_lock.take("second", timeout_s=0.1)
         killer.wait(10)
     assert "if that is dead, the file server drops the lock within 30 s" in caplog.text
-    second.leave()
+    second.run_lock.release()
 
 
 @pytest.mark.parametrize(("of_root", "of_file"), [(0o700, 0o600), (0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
@@ -131,32 +131,32 @@ def test_who_may_only_read_the_root_cannot_lock_it(
     if before is not None:
         file.touch()
         file.chmod(before)
-    store.occupy("first")
+    store.run_lock.take("first")
     try:
         assert file.stat().st_mode & 0o777 == of_file
     finally:
-        store.leave()
+        store.run_lock.release()
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     with holder(tmp_path / "root", "fork") as first:
         store = job(tmp_path / "root")
         with pytest.raises(InUse):
-            store.occupy("second", timeout_s=0.1)
+            store.run_lock.take("second", timeout_s=0.1)
         first.kill()  # its child lives on, as a data loader's worker does for a while
-        store.occupy("second")
-        store.leave()
+        store.run_lock.take("second")
+        store.run_lock.release()
 
 
 def test_one_process_may_hold_it_twice_and_gives_it_back_once(tmp_path: Path) -> None:
     first, second = job(tmp_path / "root"), job(tmp_path / "root")
-    first.occupy("a")
-    first.occupy("a")
-    second.occupy("a")
-    first.leave()
-    first.leave()
+    first.run_lock.take("a")
+    first.run_lock.take("a")
+    second.run_lock.take("a")
+    first.run_lock.release()
+    first.run_lock.release()
     assert refused_elsewhere(tmp_path / "root"), "closing one descriptor would have dropped the other's lock"
-    second.leave()
+    second.run_lock.release()
     assert (tmp_path / "root" / "run.lock").read_bytes() == b"", "nobody is named who is not there"
     assert not refused_elsewhere(tmp_path / "root")
 
@@ -164,27 +164,27 @@ def test_one_process_may_hold_it_twice_and_gives_it_back_once(tmp_path: Path) ->
 def test_who_reads_the_whole_directory_in_the_same_process_drops_no_lock(tmp_path: Path) -> None:
     """`shutil.copytree`, an upload, a hash of the directory: each opens and closes the file."""
     first = job(tmp_path / "root")
-    first.occupy("a")
+    first.run_lock.take("a")
     shutil.copytree(tmp_path / "root", tmp_path / "copy")
     os.close(os.open(tmp_path / "root" / "run.lock", os.O_RDWR))
     assert refused_elsewhere(tmp_path / "root")
     assert not refused_elsewhere(tmp_path / "copy"), "a copy is another root"
-    first.leave()
+    first.run_lock.release()
     assert not refused_elsewhere(tmp_path / "root")
 
 
 def test_a_job_of_an_older_holdfast_is_kept_out_and_keeps_out(tmp_path: Path) -> None:
     """It locks the file for its process (F_SETLK)."""
     first = job(tmp_path / "root")
-    first.occupy("a")
+    first.run_lock.take("a")
     older = [sys.executable, "-c", OLDER, str(tmp_path / "root" / "run.lock")]
     assert subprocess.run(older, check=False, input="", text=True).returncode == 3
-    first.leave()
+    first.run_lock.release()
     with subprocess.Popen(older, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "holds\n"
         with pytest.raises(InUse):
-            first.occupy("a", timeout_s=0.1)
+            first.run_lock.take("a", timeout_s=0.1)
         process.communicate("")
 
 
@@ -193,9 +193,9 @@ def test_where_the_kernel_has_no_locks_of_open_files_a_process_has_one(
 ) -> None:
     monkeypatch.setattr(fcntl, "F_OFD_SETLK", 9999)  # EINVAL, as any unknown command
     first = job(tmp_path / "root")
-    first.occupy("a")
+    first.run_lock.take("a")
     assert refused_elsewhere(tmp_path / "root")
-    first.leave()
+    first.run_lock.release()
     assert not refused_elsewhere(tmp_path / "root")
 
 
@@ -207,7 +207,7 @@ from holdfast.base.events import Events
 from holdfast.tiers.storage.version_store import open_storage
 store = open_storage(sys.argv[1], Events())
 try:
-    store.occupy("x", timeout_s=0.0)
+    store.run_lock.take("x", timeout_s=0.0)
 except InUse:
     sys.exit(3)
 """
@@ -217,15 +217,15 @@ except InUse:
 def test_a_removed_directory_takes_the_lock_with_it(tmp_path: Path) -> None:
     root = tmp_path / "root"
     first = job(root)
-    first.occupy("a")
+    first.run_lock.take("a")
     root.rename(tmp_path / "gone")
     second = job(root)
-    second.occupy("b")
+    second.run_lock.take("b")
     assert (root / "run.lock").read_text() != ""
     with pytest.raises(InUse, match="belongs to job"):
         first.claim()
-    first.leave()
-    second.leave()
+    first.run_lock.release()
+    second.run_lock.release()
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_words_that_nobody_wrote_are_not_repeated(tmp_path: Path, words: bytes) 
     with holder(tmp_path / "root"):
         (tmp_path / "root" / "run.lock").write_bytes(words)
         with pytest.raises(InUse, match="an unknown process"):
-            job(tmp_path / "root").occupy("b", timeout_s=0.0)
+            job(tmp_path / "root").run_lock.take("b", timeout_s=0.0)
 
 
 def test_something_else_in_its_place_is_named(tmp_path: Path) -> None:
@@ -243,23 +243,23 @@ def test_something_else_in_its_place_is_named(tmp_path: Path) -> None:
     lock = tmp_path / "root" / "run.lock"
     lock.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="refuses") as caught:
-        store.occupy("a", timeout_s=0.0)
+        store.run_lock.take("a", timeout_s=0.0)
     assert "link" in caught.value.remedy
     assert not (tmp_path / "elsewhere").exists()
     lock.unlink()
     os.mkfifo(lock)
     with pytest.raises(StorageError, match="not a regular file"):
-        store.occupy("a", timeout_s=0.0)
+        store.run_lock.take("a", timeout_s=0.0)
 
 
 def test_the_lock_is_in_nobodys_way(tmp_path: Path) -> None:
     """Looking, retiring and claiming go on beside it, and never remove it."""
     store = job(tmp_path / "root")
-    store.occupy("a")
-    assert store.register_incarnation() == 1
-    assert (store.versions(), store.unfinished(), store.sweep(1)) == ([], [], [])
+    store.run_lock.take("a")
+    assert store.incarnations.register() == 1
+    assert (store.versions(), store.unfinished(), store.incarnations.sweep(1)) == ([], [], [])
     assert job(tmp_path / "root").job_id() == store.job_id()
     (tmp_path / "root" / str(Version(1, 1))).mkdir()
     store.discard(Version(1, 1))
     assert (tmp_path / "root" / "run.lock").exists()
-    store.leave()
+    store.run_lock.release()

@@ -61,7 +61,7 @@ def write_version(root: Path, files: Sequence[Sequence[tuple[Piece, bytes]]]) ->
     for number, content in enumerate(files):
         b = bundle(f"g{number}x1-aaaa-0", *(piece for piece, _ in content), has_values=number == 0)
         image = build(b, {piece.shard.name: data for piece, data in content}, {"lr": 0.25, "betas": (0.9, 0.95)})
-        file = store.write_bundle(
+        file = store.bundles.write(
             version, ref_of(b), image_format.seal(b.bundle_id, image), memoryview(image), stamp=stamp
         )
         name, length, digest = store.write_part(version, number, [file], stamp=stamp)

@@ -148,12 +148,12 @@ def test_files_of_another_version_or_job_are_not_taken(store: Storage, tmp_path:
 def test_a_view_of_another_length_is_refused(store: Storage) -> None:
     manifest = save(store, V1)
     with pytest.raises(CorruptError, match="were sealed"):
-        store.read_bundle_into(V1, manifest.bundles[0], memoryview(bytearray(100)))
+        store.bundles.read_into(V1, manifest.bundles[0], memoryview(bytearray(100)))
     b = sample_bundle()
     image = random_image(b)
     sealed = image_format.seal(b.bundle_id, image)
     with pytest.raises(CorruptError, match="were sealed"):
-        store.write_bundle(V1, ref_of(b), sealed, memoryview(image)[:-1], stamp=make_stamp(1))
+        store.bundles.write(V1, ref_of(b), sealed, memoryview(image)[:-1], stamp=make_stamp(1))
 
 
 # Failures at every call.

@@ -28,13 +28,13 @@ def test_a_held_version_is_not_retired_until_its_last_holder_lets_go(tmp_path: P
     save(store, V1)
     mine, other = make_stamp(1), "i000001-t000000-h000000000000-p1"
     for stamp in (mine, other, mine):
-        store.hold(V1, stamp)
+        store.marks.hold(V1, stamp)
     for stamp in (mine, other):
-        assert set(store.held()) == {V1}
+        assert set(store.marks.held()) == {V1}
         with pytest.raises(InUse, match="is held by a process"):
             store.retire(V1)
-        store.release(V1, stamp)
-    assert store.held() == {}
+        store.marks.release(V1, stamp)
+    assert store.marks.held() == {}
     store.retire(V1)
     assert store.versions() == []
 
@@ -45,9 +45,9 @@ def test_only_holds_of_the_dead_are_broken(tmp_path: Path) -> None:
     dead = [mine.replace("i000003", "i000002"), mine.replace(f"-p{os.getpid()}", f"-p{ended_process()}")]
     living = [mine, "i000003-t000000-h000000000000-p1", make_stamp(4)]
     for stamp in (*dead, *living):
-        store.hold(V1, stamp)
+        store.marks.hold(V1, stamp)
     (tmp_path / "root" / "held" / "thesis.tex").write_bytes(b"x")
-    assert sorted(store.break_holds(3)) == sorted(f"held/{V1}.{stamp}" for stamp in dead)
+    assert sorted(store.marks.break_holds(3)) == sorted(f"held/{V1}.{stamp}" for stamp in dead)
     left = {path.name for path in (tmp_path / "root" / "held").iterdir()}
     assert left == {"thesis.tex", *(f"{V1}.{stamp}" for stamp in living)}
-    assert store.break_holds(3) == []
+    assert store.marks.break_holds(3) == []

@@ -47,10 +47,10 @@ def test_a_saved_version_is_found_verified_and_read(store: Storage) -> None:
     assert verify(store, V1) == manifest.num_bytes
     for number, file in enumerate(manifest.bundles):
         view = memoryview(bytearray(file.length))
-        store.read_bundle_into(V1, file, view)
+        store.bundles.read_into(V1, file, view)
         image_format.verify(view, file.seal, file.file)
         assert view == random_image(sample_bundle(file.ref.bundle_id), number, {"lr": 0.1, "seed": 0})
-        assert store.image(V1, file) == image_format.read_image(view, "here")
+        assert store.bundles.image(V1, file) == image_format.read_image(view, "here")
 
 
 def test_a_version_directory_holds_exactly_the_files_of_its_manifest(store: Storage, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_commit_with_other_content_is_fenced_and_an_equal_one_succeeds(store: 
 
 def test_a_commit_of_a_lower_incarnation_is_fenced(store: Storage) -> None:
     manifest = save(store, V1)
-    assert store.register_incarnation() == 2
+    assert store.incarnations.register() == 2
     with pytest.raises(Fenced, match="newer incarnation"):
         store.commit(dataclasses.replace(manifest, version=V2), stamp=make_stamp(1))
     assert store.versions() == [V1]
@@ -216,12 +216,12 @@ def test_a_damaged_manifest_is_not_retired(store: Storage, tmp_path: Path) -> No
 
 def test_pinned_versions_are_not_retired(store: Storage) -> None:
     save(store, V1)
-    store.pin(V1)
-    assert store.pins() == {V1}
+    store.marks.pin(V1)
+    assert store.marks.pins() == {V1}
     with pytest.raises(UsageError, match="pinned"):
         store.retire(V1)
-    store.unpin(V1)
-    assert store.pins() == set()
+    store.marks.unpin(V1)
+    assert store.marks.pins() == set()
     store.retire(V1)
     assert store.versions() == []
 
@@ -315,7 +315,7 @@ def test_a_newer_incarnation_that_registers_during_a_commit_fences_it(
 
     def slow(self: Storage, root: Manifest) -> dict[str, bytes]:
         found = read(self, root)
-        open_storage(tmp_path / "root", Events()).register_incarnation()
+        open_storage(tmp_path / "root", Events()).incarnations.register()
         return found
 
     monkeypatch.setattr(Storage, "_parts", slow)
@@ -349,12 +349,12 @@ def test_a_version_that_is_retired_while_it_is_read_is_not_damaged(store: Storag
     (file, _) = manifest.bundles
     store.retire(V1)
     with pytest.raises(VersionNotFound, match="not there"):
-        store.verify_bundle(V1, file)
+        store.bundles.verify(V1, file)
     save(store, V2)
     bundles = store.manifest(V2).bundles
     (tmp_path / "root" / str(V2) / bundles[0].file).unlink()
     with pytest.raises(CorruptError, match="missing"):
-        store.verify_bundle(V2, bundles[0])
+        store.bundles.verify(V2, bundles[0])
 
 
 @pytest.mark.parametrize("how", ["gone", "empty"])

@@ -41,7 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.state.training_state import State
-from holdfast.core.model import Extent, Shard
+from holdfast.core.model import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -139,16 +139,7 @@ def _told(child: _Running) -> list[list[Shard]]:
                 remedy="a rehearsal runs the script until Checkpointer.restore() with tensors that have no memory: what "
                 "reads numbers of a tensor, or needs a device that is not here, must come after it",
             )
-    return [[_shard(row) for row in document["shards"]] for document in documents]
-
-
-def _row(shard: Shard) -> tuple[Any, ...]:
-    return shard.name, shard.dtype, shard.global_shape, shard.extent.offsets, shard.extent.lengths, shard.ranks
-
-
-def _shard(row: Sequence[Any]) -> Shard:
-    name, dtype, shape, offsets, lengths, ranks = row
-    return Shard(name, dtype, tuple(shape), Extent(tuple(offsets), tuple(lengths)), tuple(ranks))
+    return [[Shard.of_row(row) for row in document["shards"]] for document in documents]
 
 
 def _fork(work: Callable[[Told], None], place: Place) -> _Running:
@@ -186,7 +177,7 @@ def _tell(out: BinaryIO, rank: int, state: State) -> None:
         if shards is None:
             logger.warning("state of an optimizer that is not of torch.optim is not counted")
             shards = {name: live.shard for name, live in state.gather().tensors.items()}
-        rows = [_row(shard) for shard in shards.values() if shard.ranks[0] == rank]
+        rows = [shard.row() for shard in shards.values() if shard.ranks[0] == rank]
     out.write(json.dumps({"shards": rows}).encode() + b"\n")
 
 
@@ -286,7 +277,7 @@ def main(arguments: Sequence[str]) -> int:
     except HoldfastError as error:
         document: dict[str, Any] = {"error": [error.what, error.remedy]}
     else:
-        document = {"shards": [_row(shard) for shard in shards]}
+        document = {"shards": [shard.row() for shard in shards]}
     sys.stdout.write(json.dumps(document))
     return 0
 

@@ -76,7 +76,7 @@ def saved_shards(storage: Storage, manifest: Manifest) -> list[Shard]:
     """
     pieces: dict[tuple[str, tuple[int, ...]], list[Entry]] = defaultdict(list)
     for file in manifest.bundles:
-        for entry in storage.image(manifest.version, file).entries:
+        for entry in storage.bundles.image(manifest.version, file).entries:
             pieces[entry.name, file.ref.ranks].append(entry)
     return [_joined(found, ranks) for (_, ranks), found in sorted(pieces.items())]
 

@@ -14,8 +14,8 @@ import msgspec
 from holdfast.base.errors import HoldfastError, KeeperError, UsageError
 from holdfast.cli.status import ASK_TIMEOUT_S, places
 from holdfast.core.model import Extent, Shard, Topology
-from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.paths import absolute_root
+from holdfast.keeper.rpc.viewer import KeeperViewer
 
 
 class _Bundle(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ def _answers() -> list[tuple[str, _Inside]]:
     found = []
     for place in places(None):
         try:
-            client = KeeperClient.connect(place.socket, job=place.job, timeout_s=ASK_TIMEOUT_S)
+            client = KeeperViewer.connect(place.socket, job=place.job, timeout_s=ASK_TIMEOUT_S)
         except HoldfastError:
             continue  # `holdfast status` tells of keepers that do not answer
         try:

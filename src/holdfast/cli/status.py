@@ -22,8 +22,8 @@ from holdfast.cli import console
 from holdfast.keeper.observe import degraded_notice
 from holdfast.keeper.observe.degraded_notice import DegradedNotice
 from holdfast.keeper.observe.metrics import render
-from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.paths import RuntimePaths
+from holdfast.keeper.rpc.viewer import KeeperViewer
 
 ASK_TIMEOUT_S = 2.0
 # Erases the screen and goes to its top (ECMA-48, 8.3.39 and 8.3.21).
@@ -81,7 +81,7 @@ def places(runtime_dir: str | None) -> Iterator[RuntimePaths]:
 
 def _ask(place: RuntimePaths) -> Answer:
     try:
-        client = KeeperClient.connect(place.socket, job=place.job, timeout_s=ASK_TIMEOUT_S)
+        client = KeeperViewer.connect(place.socket, job=place.job, timeout_s=ASK_TIMEOUT_S)
     except HoldfastError as error:
         return Answer(place, {}, error)
     try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from holdfast.core.rank_runs import Runs, is_in, runs_of, spread
 
@@ -89,6 +90,16 @@ class Shard:
     @property
     def num_bytes(self) -> int:
         return self.extent.num_elements * DTYPE_BYTES[self.dtype]
+
+    def row(self) -> tuple[Any, ...]:
+        """Return plain values that can be sent to another process; see `of_row`."""
+        return self.name, self.dtype, self.global_shape, self.extent.offsets, self.extent.lengths, self.ranks
+
+    @classmethod
+    def of_row(cls, row: Sequence[Any]) -> Shard:
+        """Return the shard of a row that came as JSON."""
+        name, dtype, shape, offsets, lengths, ranks = row
+        return cls(name, dtype, tuple(shape), Extent(tuple(offsets), tuple(lengths)), tuple(ranks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class DcpJob:
         """Before the first save of the job: what this incarnation resumed from. On the coordinator."""
         if not self._resumed and self.group.rank == 0:
             self.job.wish.record(self.storage, self.job.incarnation, self.loaded)
-            self.storage.record_resumed(self.job.incarnation, self.loaded, self.job.lineage.resumed)
+            self.storage.incarnations.record_resumed(self.job.incarnation, self.loaded, self.job.lineage.resumed)
 
     def save(self, version: Version, level: Level) -> SaveHandle:
         """Copies `contents` into a slot, as `version`; returns when all is copied."""
@@ -172,7 +172,7 @@ class DcpJob:
             quiet = self.saver.close()
         if quiet:  # else the keeper must not give our slots away before this process has ended
             self.link.close(finished=finished)
-        self.storage.leave()
+        self.storage.run_lock.release()
 
 
 def number_in(name: str) -> int | None:

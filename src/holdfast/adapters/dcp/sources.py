@@ -75,8 +75,8 @@ class SingleProcessSource:
         return Catalogue(heads, world_size=manifest.world_size, random=())
 
     def _head(self, version: Version, file: BundleFile) -> BundleHeader:
-        image = self._storage.image(version, file)
-        raw = self._storage.read_entry(version, file, image.values) if image.values is not None else b""
+        image = self._storage.bundles.image(version, file)
+        raw = self._storage.bundles.read_entry(version, file, image.values) if image.values is not None else b""
         values = value_codec.decode(raw, where=file.file) if raw else {}
         return BundleHeader(file.ref, file.seal, image, values)
 
@@ -89,7 +89,7 @@ class SingleProcessSource:
         assert self._version is not None
         last: tuple[Place | None, torch.Tensor] = (None, torch.empty(0, device="cpu"))
         for live, places in wanted:
-            parts = reshard.cover(live.shard.extent, [place.extent for place in places])
+            parts = reshard.cover(live.shard.extent, [place.entry.extent for place in places])
             if parts is None:
                 raise CorruptError("parts of the tensor are missing", where=live.shard.name)
             for part in parts:
@@ -100,7 +100,7 @@ class SingleProcessSource:
 
     def _entry(self, place: Place) -> torch.Tensor:
         assert self._version is not None
-        raw = bytearray(self._storage.read_entry(self._version, self._files[place.bundle_id], place.entry))
+        raw = bytearray(self._storage.bundles.read_entry(self._version, self._files[place.bundle_id], place.entry))
         flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
         return flat.view(torch_dtype(place.entry.dtype)).view(place.entry.shape)
 
@@ -202,7 +202,7 @@ def _copy_box(live: LiveTensor, box: Extent, place: Place, entry: torch.Tensor) 
     into, out_of = live.local, entry
     for dim, (first, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
         into = into.narrow(dim, first - live.shard.extent.offsets[dim], length)
-        out_of = out_of.narrow(dim, first - place.extent.offsets[dim], length)
+        out_of = out_of.narrow(dim, first - place.entry.extent.offsets[dim], length)
     with torch.no_grad():
         into.copy_(out_of)
 

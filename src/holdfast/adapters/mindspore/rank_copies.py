@@ -21,7 +21,7 @@ from holdfast.base.errors import CorruptError, HoldfastError, UsageError, Versio
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.core.layout.k_copies import share_table
-from holdfast.core.model import Extent, Shard
+from holdfast.core.model import Shard
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format import values as value_codec
 from holdfast.tiers.format.image import Entry
@@ -48,12 +48,12 @@ class Copies:
     def __init__(self, group: Ranks, shards: Sequence[Shard], copies: int) -> None:
         self.rank = group.rank
         # One rank of each group tells, so that the table is as long as the job has slices.
-        mine = [_row(shard) for shard in shards if shard.ranks[0] == group.rank]
+        mine = [shard.row() for shard in shards if shard.ranks[0] == group.rank]
         told = collectives.gather_json(group, [copies, mine])
         if any(number != copies for number, _ in told):
             numbers = [number for number, _ in told]
             raise UsageError(f"ranks want different numbers of copies: {numbers}", remedy="pass the same to all ranks")
-        self._holders = share_table((_shard(row) for _, rows in told for row in rows), copies)
+        self._holders = share_table((Shard.of_row(row) for _, rows in told for row in rows), copies)
 
     def holders(self, shard: Shard) -> Group:
         """The ranks that save the slice."""
@@ -161,7 +161,7 @@ def _take(data: bytes, shards: Mapping[str, Shard], where: str) -> tuple[list[En
     entries = [entry for entry in image.entries if entry.name in shards]
     for entry in entries:
         shard = shards[entry.name]
-        is_it = (entry.dtype, entry.global_shape, Extent(entry.offsets, entry.shape))
+        is_it = (entry.dtype, entry.global_shape, entry.extent)
         if is_it != (shard.dtype, shard.global_shape, shard.extent):
             raise CorruptError(f"{entry.name} in it is another slice", where=where)
     if len(entries) != len(shards) or image.values is None:
@@ -197,12 +197,3 @@ def nothing_whole(key: Sequence[int], told: Sequence[tuple[Sequence[str], Sequen
     if faults:
         return CorruptError(f"{what}; {'; '.join(faults[:4])}")
     return VersionNotFound(what, remedy="bring back the files of one of these ranks, or start anew elsewhere")
-
-
-def _row(shard: Shard) -> list[Any]:
-    return [shard.name, shard.dtype, shard.global_shape, shard.extent.offsets, shard.extent.lengths, shard.ranks]
-
-
-def _shard(row: Sequence[Any]) -> Shard:
-    name, dtype, shape, offsets, lengths, ranks = row
-    return Shard(name, dtype, tuple(shape), Extent(tuple(offsets), tuple(lengths)), tuple(ranks))

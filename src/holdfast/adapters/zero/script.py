@@ -21,6 +21,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from holdfast.checkpoint.usage.clock_names import last_name
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 HOOK = "__holdfast_kept__"
@@ -99,7 +100,7 @@ def find(source: str) -> Loop | str:
         or loop.orelse
     ):
         return f"the loop of line {loop.lineno} does not simply count: for step in range(...)"
-    scope = _scope_of(tree, loop)
+    scope = scope_of(tree, loop)
     if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(scope)):
         return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
     return _described(tree, loop, loop.target.id, scope, functions)
@@ -187,7 +188,7 @@ def _is_range(node: ast.expr) -> bool:
     )
 
 
-def _scope_of(tree: ast.Module, loop: ast.For) -> Scope:
+def scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
     """Returns the innermost function around the loop, or the script."""
     found: Scope = tree
     for node in ast.walk(tree):
@@ -326,19 +327,14 @@ def lines_of(loop: ast.For, functions: Iterable[Function]) -> dict[str, int]:
         for node in ast.walk(part):
             name = ""
             if isinstance(node, ast.Attribute):
-                name = node.attr if isinstance(node.ctx, ast.Store | ast.Del) else _root(node.value)
+                name = node.attr if isinstance(node.ctx, ast.Store | ast.Del) else last_name(node.value)
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-                name = _root(node.value)
+                name = last_name(node.value)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
                 name = node.id
             if name:
                 found.setdefault(name, node.lineno)  # type: ignore[attr-defined]  # all of these have a line
     return found
-
-
-def _root(node: ast.expr) -> str:
-    """Returns the last name of `a.b`: what is stored into."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _rewrite(scope: Scope, loop: ast.For, carried: Sequence[str], after: Sequence[str]) -> None:

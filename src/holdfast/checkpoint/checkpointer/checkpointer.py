@@ -221,32 +221,10 @@ class Checkpointer:
         collectives.same(group, "exclude", list(self._exclude))
         state = run.state if run else collectives.together(group, lambda: self._gatherer(group))
         link = run.link if run else self._new_link(group)
-        job, saver, restorer, report = self._come_back(run, state, link, asked)
-        link.resumed = Origin(job.incarnation, restorer.recorded, restorer.table)
-        saver.expect_slots(SLOTS_S, at_saves=not report.bytes.keys().isdisjoint({"storage", "cache"}))
-        saver.restart(restorer.recorded)
-        self.bubbles = self.bubbles or schedule_discovery.bubbles_of(state.modules, self.events)
-        schedule = schedule_of(
-            saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
-        )
-        recorder = self._recorder = self._recorder or Recorder(self._config.trace_dir, group.rank, self.events)
-        report.tell(self.events)  # behind the recorder, which draws it
-        durables = run.durables if run else self._new_durables(job)
-        durables.restarted(job.incarnation)
-        rank, num_ranks = group.rank, group.world_size
-        survivor = run.survivor if run else Survivor(state, job=job.assembly.job_id, rank=rank, world_size=num_ranks)
-        lower = StorageFallback(
-            job, state=state, link=link, storage=self._storage, config=self._config, events=self.events
-        )
-        steps = saver.fence.num_steps
-        start = 0 if report.version is None else report.version.step + 1
-        run = Run(
-            state, link, saver, job, schedule, recorder, durables, survivor, lower, start=start, optimizer_steps=steps
-        )
-        run.observer = self._observer(run, says=rank == 0)
-        self._run = run
+        back = _, saver, restorer, report = self._come_back(run, state, link, asked)
+        self._run = run = self._new_run(group, state, link, back)
         self._signal.install()
-        recorder.watch(self.bubbles)
+        run.recorder.watch(self.bubbles)
         schedule_discovery.keep_to_waits(self.bubbles, saver.fence, link)
         self.last_restore = dataclasses.replace(report, info=state.info.restored)
         open_checkpointers.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
@@ -401,13 +379,13 @@ class Checkpointer:
         """
         named = as_version(version)
         assert named is not None
-        self._storage.pin(named)
+        self._storage.marks.pin(named)
 
     def unpin(self, version: Version | str) -> None:
         """Takes a pin away; the next commit may remove the version."""
         named = as_version(version)
         assert named is not None
-        self._storage.unpin(named)
+        self._storage.marks.unpin(named)
 
     def keeper_status(self) -> dict[str, Any]:
         """Return what the keeper of this node says about itself, as `holdfast status --json` shows it.
@@ -471,7 +449,7 @@ class Checkpointer:
             run.recorder.watch(None)
             if quiet:  # else the keeper must not give our slots away before this process has ended
                 run.link.close(finished=False)
-            self._storage.leave()
+            self._storage.run_lock.release()
         self.bubbles = schedule_discovery.let_go(self.bubbles)
 
     def __enter__(self) -> Checkpointer:
@@ -537,9 +515,45 @@ class Checkpointer:
                 run.durables.close()
                 run.saver.close()
             link.close(finished=False)
-            self._storage.leave()
+            self._storage.run_lock.release()
             self._run = None
             raise
+
+    def _new_run(
+        self,
+        group: collectives.Ranks,
+        state: State,
+        link: KeeperLink,
+        back: tuple[Job, AnySaver, Restorer, RestoreReport],
+    ) -> Run:
+        """Returns all that exists from a restore to the next: made anew, or taken over from the run before."""
+        before, (job, saver, restorer, report) = self._run, back
+        link.resumed = Origin(job.incarnation, restorer.recorded, restorer.table)
+        saver.expect_slots(SLOTS_S, at_saves=not report.bytes.keys().isdisjoint({"storage", "cache"}))
+        saver.restart(restorer.recorded)
+        self.bubbles = self.bubbles or schedule_discovery.bubbles_of(state.modules, self.events)
+        schedule = schedule_of(
+            saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
+        )
+        recorder = self._recorder = self._recorder or Recorder(self._config.trace_dir, group.rank, self.events)
+        report.tell(self.events)  # behind the recorder, which draws it
+        durables = before.durables if before else self._new_durables(job)
+        durables.restarted(job.incarnation)
+        survivor = (
+            before.survivor
+            if before
+            else Survivor(state, job=job.assembly.job_id, rank=group.rank, world_size=group.world_size)
+        )
+        lower = StorageFallback(
+            job, state=state, link=link, storage=self._storage, config=self._config, events=self.events
+        )
+        steps = saver.fence.num_steps
+        start = 0 if report.version is None else report.version.step + 1
+        run = Run(
+            state, link, saver, job, schedule, recorder, durables, survivor, lower, start=start, optimizer_steps=steps
+        )
+        run.observer = self._observer(run, says=group.rank == 0)
+        return run
 
     def _load(
         self, run: Run | None, state: State, link: KeeperLink, asked: RestoreRequest, *, older: bool, live: bool
@@ -771,7 +785,7 @@ class Checkpointer:
             if quiet:  # else the keeper must not give our slots away before this process has ended
                 self._run.link.close(finished=finished)
             self._run.recorder.close()
-        self._storage.leave()
+        self._storage.run_lock.release()
 
     def _propose(self, run: Run, proposals: Sequence[Proposal]) -> None:
         try:

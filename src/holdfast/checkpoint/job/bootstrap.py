@@ -57,7 +57,7 @@ class VersionOverride:
     def record(self, storage: Storage, incarnation: int, resumed: Version | None) -> None:
         """Records that it was fulfilled, if it was. Rank 0, right before what was resumed from is recorded."""
         if self.ends or (self.version is not None and self.version == resumed):
-            storage.record_wished(incarnation, self.version)
+            storage.incarnations.record_wished(incarnation, self.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
 
 def _addresses(group: Ranks, topology: Topology, link: KeeperLink) -> tuple[str, ...]:
     """Return where the keepers find each other; each knows its own address, its port being the kernel's choice."""
-    rows = collectives.gather_json(group, [link.require().address, machine()])
+    rows = collectives.gather_json(group, [link.require().welcome.address, machine()])
     firsts = [rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes))]
     deaf = [node for node, (address, _) in enumerate(firsts) if not address.startswith("tcp:")]
     if group.rank == 0 and deaf and len({machine for _, machine in firsts}) > 1:
@@ -269,7 +269,7 @@ def _occupy(storage: Storage, run_id: str, *, known: str, required: bool) -> byt
             raise VersionNotFound(what, where=storage.where, remedy=FIRST_START) from error
     job_id = storage.claim()
     try:
-        storage.occupy(run_id)
+        storage.run_lock.take(run_id)
     except StorageFull as error:
         return json.dumps([job_id, str(error)]).encode()
     return json.dumps([job_id, ""]).encode()
@@ -277,7 +277,8 @@ def _occupy(storage: Storage, run_id: str, *, known: str, required: bool) -> byt
 
 def _seen(group: Ranks, job_id: str, link: KeeperLink) -> tuple[int, Resumed]:
     """The highest incarnation that any keeper has seen, and what they know of the lineage."""
-    own, known = link.client.seen(job_id) if link.client is not None else (0, ())
+    welcome = link.client.welcome if link.client is not None else None
+    own, known = (welcome.incarnation, welcome.lineage) if welcome and welcome.job_id == job_id else (0, ())
     last = link.assembly
     if last is not None and last.job_id == job_id:  # a second restore in this process
         own = max(own, last.incarnation)
@@ -294,16 +295,16 @@ def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str, wish: s
     it is registered before anything of it is committed (`tiers.storage.incarnations.enlist`).
     """
     highest, known = seen
-    lineage = {**known, **storage.lineage()}
+    lineage = {**known, **storage.incarnations.lineage()}
     back, ends = _wish(storage, wish)
     try:
         if trouble:
             raise StorageFull(trouble, where=storage.where, remedy="free space")
-        number = storage.register_incarnation(above=highest)
+        number = storage.incarnations.register(above=highest)
     except StorageFull as error:
         if not highest:
             raise
-        number = max(highest, storage.highest_incarnation()) + 1
+        number = max(highest, storage.incarnations.highest()) + 1
         logger.warning(
             "incarnation %d cannot be registered yet (%s): the job comes back from memory, and nothing becomes durable "
             "until there is space",
@@ -328,10 +329,10 @@ def _wish(storage: Storage, text: str) -> tuple[str, bool]:
         return "", False
     if text == NO_WISH:
         try:
-            return "", storage.fulfilled() is not None
+            return "", storage.incarnations.fulfilled() is not None
         except CorruptError:
             return "", True
-    done = storage.fulfilled()
+    done = storage.incarnations.fulfilled()
     if done is None or str(done[1]) != text:
         return text, False
     logger.warning(

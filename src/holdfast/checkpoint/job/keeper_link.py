@@ -171,7 +171,7 @@ class KeeperLink:
         if client is None or version is None or self._saved.incarnation != version.incarnation:
             return
         try:
-            client.wait(version, Level.CAPTURED, RECOLLECT_S)
+            client.announced.wait(version, Level.CAPTURED, RECOLLECT_S)
         except LevelNotReached as error:
             logger.warning("what was captured is not known to the new keeper: %s", error)
 
@@ -245,7 +245,7 @@ class KeeperLink:
         while not self._closed and client.alive:
             if client.answers(ASK_S):
                 logger.warning("the memory level is back: the keeper of this node answers again")
-                self._events.emit("memory_level_back", rank=self._rank, pid=client.pid)
+                self._events.emit("memory_level_back", rank=self._rank, pid=client.welcome.pid)
                 return
 
     def note_cadence(self, reason: str) -> None:
@@ -340,8 +340,8 @@ class KeeperLink:
             logger.info("the keeper that was found has ended (%s); the next one is asked", error)
             client = self._greet()
         client.on_lost(self._lost)
-        client.on_appointment(self._on_appointment)
-        self._hold_port(client.address)
+        client.announced.on_appointment(self._on_appointment)
+        self._hold_port(client.welcome.address)
         return client
 
     def _hold_port(self, address: str) -> None:
@@ -381,7 +381,7 @@ class KeeperLink:
     def _detach(self) -> None:
         """Keeps the slots of the keeper that was, for the next one."""
         if self._client is not None:
-            self._captured = self._client.captured or self._captured
+            self._captured = self._client.announced.captured or self._captured
             self._slots = (*self._slots, *self._client.detach())
             self._client = None
 
@@ -406,5 +406,5 @@ class KeeperLink:
             raise
         self._reported, self._unmended = False, ""
         self._client = client
-        logger.warning("the memory level is back: a new keeper (process %d) adopted the slots", client.pid)
-        self._events.emit("memory_level_back", rank=self._rank, pid=client.pid)
+        logger.warning("the memory level is back: a new keeper (process %d) adopted the slots", client.welcome.pid)
+        self._events.emit("memory_level_back", rank=self._rank, pid=client.welcome.pid)

@@ -23,7 +23,7 @@ from typing import Any
 from holdfast.checkpoint.entries.pytree import references
 from holdfast.checkpoint.entries.types import SavedTensor
 from holdfast.core.layout import reshard
-from holdfast.core.model import BundleRef, Extent, Seal
+from holdfast.core.model import BundleRef, Seal
 from holdfast.tiers.format.image import Entry, Image
 from holdfast.tiers.format.values import TensorRef
 
@@ -46,11 +46,6 @@ class Place:
 
     bundle_id: str
     entry: Entry
-
-    @property
-    def extent(self) -> Extent:
-        """Its box in the whole tensor."""
-        return Extent(self.entry.offsets, self.entry.shape)
 
 
 @dataclass(slots=True)
@@ -211,7 +206,7 @@ class Catalogue:
         plain, owned = self._plain.get(path, []), self._owned.get(path, {})
         own = [owned[rank]] if rank in owned else []
         if plain:
-            boxes = [place.extent for place in plain]
+            boxes = [place.entry.extent for place in plain]
             common = [[plain[n] for n in layer] for layer in reshard.layers(plain[0].entry.global_shape, boxes)]
         else:
             common = own if self.is_random(path) else [owned[owner] for owner in sorted(owned)]
@@ -219,7 +214,7 @@ class Catalogue:
             if rows:
                 places = sorted(rows[0], key=lambda place: place.bundle_id not in here)
                 first = places[0].entry
-                extents = tuple(place.extent for place in places)
+                extents = tuple(place.entry.extent for place in places)
                 offer.saved[name] = SavedTensor(first.dtype, first.global_shape, extents)
                 offer.places[name] = places
                 offer.rivals[name] = rows[1:]

@@ -377,16 +377,16 @@ def _needs(wanted: Iterable[tuple[LiveTensor, Sequence[Place]]]) -> dict[str, _N
     found: dict[str, list[Copy]] = defaultdict(list)
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for live, places in wanted:
-        parts = reshard.cover(live.shard.extent, [place.extent for place in places])
+        parts = reshard.cover(live.shard.extent, [place.entry.extent for place in places])
         assert parts is not None, "what is incomplete was not claimed"
         for part in parts:
             place = places[part.piece]
             entry = place.entry
             found[place.bundle_id].append(Copy(entry, part.box, live))
-            size = (entry.end - entry.start) // place.extent.num_elements
+            size = (entry.end - entry.start) // place.entry.extent.num_elements
             spans[place.bundle_id] += [
                 (entry.start + first, entry.start + end)
-                for first, end in reshard.spans(place.extent, part.box, size, CHUNK_BYTES)
+                for first, end in reshard.spans(place.entry.extent, part.box, size, CHUNK_BYTES)
             ]
     return {
         name: _Need(sorted(copies, key=lambda copy: copy.entry.start), reshard.chunk_runs(spans[name], CHUNK_BYTES))

@@ -41,7 +41,7 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.peer_restore import LiveFill
 from holdfast.checkpoint.survivors.survivor_state import remains
 from holdfast.core.layout import reshard
-from holdfast.core.model import BundleRef, Extent, Version
+from holdfast.core.model import BundleRef, Version
 from holdfast.core.recovery import shared_reading, version_choice
 from holdfast.core.recovery.version_choice import Choice, Fetch
 from holdfast.keeper.rpc.client import Located
@@ -391,7 +391,7 @@ class Restorer:
         found = [fetch for fetch in fetches if shared_reading.is_read_together(fetch, node_of) and fetch.file]
         if not found or self._node_directory is None:
             return []
-        if not self._storage.has_page_cache(choice.version, found[0].file):
+        if not self._storage.bundles.has_page_cache(choice.version, found[0].file):
             return []
         sizes = shared_reading.chunks_of_all(choice.seals, image_format.CHUNK_BYTES)
         plan = shared_reading.plan_reading(rank, node_of, sizes)
@@ -437,7 +437,7 @@ class Restorer:
         wish = self._job.wish
         try:
             wish.record(self._storage, incarnation, version)
-            self._storage.record_resumed(incarnation, version, self._job.lineage.resumed)
+            self._storage.incarnations.record_resumed(incarnation, version, self._job.lineage.resumed)
         except StorageFull as error:
             if version is None or wish.version is not None:  # nothing would be lost by stopping here
                 raise
@@ -521,9 +521,7 @@ def _saved(sources: Iterable[Source]) -> dict[str, SavedTensor]:
     for source in sources:
         for entry in source.image.entries:
             pieces = found[entry.name].pieces if entry.name in found else ()
-            found[entry.name] = SavedTensor(
-                entry.dtype, entry.global_shape, (*pieces, Extent(entry.offsets, entry.shape))
-            )
+            found[entry.name] = SavedTensor(entry.dtype, entry.global_shape, (*pieces, entry.extent))
     return found
 
 

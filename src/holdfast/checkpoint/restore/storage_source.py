@@ -87,7 +87,7 @@ class StorageSource:
     def _open(self, version: Version, file: BundleFile, timeout_s: float) -> tuple[memoryview, UnreadChunks]:
         num_ranks = 1 if self._shared is None else self._shared.plan.num_ranks
         limit = ReadLimit(timeout_s, num_ranks * image_format.CHUNK_BYTES, self._storage.where)
-        return limit.run(lambda: open_bundle(self._storage, version, file, self._shared, limit.moved))
+        return limit.run(lambda: open_bundle(self._storage.bundles, version, file, self._shared, limit.moved))
 
     def _read(self, version: Version, file: BundleFile, run: tuple[int, int], timeout_s: float) -> memoryview:
         first, last = run
@@ -96,5 +96,5 @@ class StorageSource:
             scratch.truncate(end - begin)
             view = memoryview(mmap.mmap(scratch.fileno(), end - begin))
         limit = ReadLimit(timeout_s, min(end - begin, MOST_STREAMS * image_format.CHUNK_BYTES), self._storage.where)
-        limit.run(lambda: self._storage.read_chunks_into(version, file, first, view, limit.moved))
+        limit.run(lambda: self._storage.bundles.read_chunks_into(version, file, first, view, limit.moved))
         return view.toreadonly()

@@ -394,14 +394,10 @@ def _plan_boxes(chunk: _Chunk, copy: Copy, target: torch.Tensor, span: tuple[int
     begin = chunk.index * CHUNK_BYTES
     first, last = ((at - entry.start) // dtype.itemsize for at in span)
     planned = 0
-    for number, block in reshard.blocks(entry.shape, first, last):
-        there = Extent(tuple(a + b for a, b in zip(entry.offsets, block.offsets, strict=True)), block.lengths)
-        common = reshard.overlap(there, copy.box)
-        if common is None:
-            continue
+    for number, there, common in reshard.blocks_in(copy.box, entry.extent, first, last):
         at = entry.start + number * dtype.itemsize - begin
-        view = chunk.view[at : at + block.num_elements * dtype.itemsize]
-        source = as_tensor(view).view(dtype).view(block.lengths)
+        view = chunk.view[at : at + there.num_elements * dtype.itemsize]
+        source = as_tensor(view).view(dtype).view(there.lengths)
         chunk.targets.append(_narrow(target, copy.box, common))
         chunk.sources.append(_narrow(source, there, common))
         planned += common.num_elements

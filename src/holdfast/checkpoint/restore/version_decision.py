@@ -124,7 +124,7 @@ class Decisions:
         logger.warning("%s is passed over: %s", version, reason)
         if self._group.rank == 0 and found.choice.in_storage:
             try:
-                self._storage.pin(version)
+                self._storage.marks.pin(version)
             except HoldfastError as error:
                 logger.warning("%s could not be pinned, and retention may remove it: %s", version, error)
 

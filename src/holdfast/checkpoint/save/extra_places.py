@@ -1,6 +1,6 @@
 """Copies of durable versions at further places (`save(also_to=...)`): one worker for each place, so that none waits for another.
 
-Rank 0 of a job has this. While a copy waits for its turn or runs, the version is held at its own place (`tiers.storage.version_holds`): the
+Rank 0 of a job has this. While a copy waits for its turn or runs, the version is held at its own place (`tiers.storage.version_marks`): the
 caller sees to that with `hold` and `release`, because it knows when all places are done. A place that is slower than the
 saves for it gets the newest: at most MAX_WAITING versions wait for it, since what waits takes space at its own place.
 
@@ -88,15 +88,15 @@ class ExtraPlaces:
             HoldfastError: the path refuses.
         """
         stamp = self.stamp
-        self._source.hold(version, stamp)
+        self._source.marks.hold(version, stamp)
         if old_stamp:
-            self._source.release(version, old_stamp)
+            self._source.marks.release(version, old_stamp)
         return stamp
 
     def release(self, version: Version, stamp: str) -> None:
         """Ends the hold; if that fails, it ends with this process."""
         try:
-            self._source.release(version, stamp)
+            self._source.marks.release(version, stamp)
         except HoldfastError as error:
             logger.warning("%s stays held until another incarnation runs: %s", version, error)
 

@@ -45,7 +45,8 @@ from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, 
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
-from holdfast.keeper.rpc.client import CALL_TIMEOUT_S, SAY_S, KeeperClient, Slot
+from holdfast.keeper.rpc.client import SAY_S, KeeperClient, Slot
+from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
 from holdfast.tiers.memory.usable_cores import usable_cores
 

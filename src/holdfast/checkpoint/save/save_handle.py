@@ -66,7 +66,7 @@ class SaveHandle:
         if self._is_durable():
             return Level.DURABLE
         client = self._client()
-        return client.level(self.version)[0] if client is not None else Level.NONE
+        return client.announced.level(self.version)[0] if client is not None else Level.NONE
 
     @property
     def durable(self) -> tuple[bool, str]:
@@ -74,7 +74,7 @@ class SaveHandle:
         if self._is_durable():
             return True, ""
         client = self._client()
-        known = client.known(self.version) if client is not None else None
+        known = client.announced.known(self.version) if client is not None else None
         if self._given_up or (known is not None and known.abandoned):
             return True, self._given_up or (known.reason if known is not None else "")
         return False, known.reason if known is not None else "nothing was announced yet"
@@ -82,7 +82,7 @@ class SaveHandle:
     def _is_durable(self) -> bool:
         """Tells whether it is durable, by what was said last: storage keeps it when the connection to the keeper has ended."""
         client = self._last_client()
-        known = client.known(self.version) if client is not None else None
+        known = client.announced.known(self.version) if client is not None else None
         return self._is_committed or (known is not None and Level.DURABLE in known.reached)
 
     def give_up(self, reason: str) -> None:
@@ -130,14 +130,14 @@ class SaveHandle:
                 )
             until = min(deadline, time.monotonic() + PROGRESS_S)
             try:
-                return client.wait(self.version, wanted, max(0.0, until - time.monotonic()))
+                return client.announced.wait(self.version, wanted, max(0.0, until - time.monotonic()))
             except LevelNotReached as error:
                 # Earlier than the end of this slice: the answer is final. So it is when all time is over.
                 if time.monotonic() < until or until >= deadline:
                     alarms = _alarms(client)
                     raise LevelNotReached(error.what + alarms, where=error.where, remedy=error.remedy) from error
-            reached, reason = client.level(self.version)
-            working = client.working(WRITING, self.version)
+            reached, reason = client.announced.level(self.version)
+            working = client.announced.working(WRITING, self.version)
             logger.info(
                 "waiting for %s to be %s: %.0f s, now %s, %s%s%s",
                 self.version, wanted.name.lower(), time.monotonic() - started, reached.name.lower(), reason,

@@ -221,7 +221,7 @@ class DirectSaver:
             if open_checkpointers.broken.reason:  # read from a device behind a collective that was aborted, perhaps
                 raise LevelNotReached(open_checkpointers.broken.reason)
             seal = image_format.seal(image.ref.bundle_id, view)
-            yield self._storage.write_bundle(version, image.ref, seal, view, stamp=stamp)
+            yield self._storage.bundles.write(version, image.ref, seal, view, stamp=stamp)
 
     def _commit(self, version: Version, written: list[_Written]) -> None:
         assembly = self._job.assembly

@@ -35,7 +35,9 @@ def _given(node: ast.AST, functions: dict[str, list[Function]], words: set[str])
     if isinstance(node, ast.Return) and node.value is not None and _asks(node.value, functions, words):
         return {name for name, found in functions.items() if any(node in ast.walk(each) for each in found)}
     if isinstance(node, ast.Call):
-        return {name for each in functions.get(_word(node.func), ()) for name in _passed(node, each, functions, words)}
+        return {
+            name for each in functions.get(last_name(node.func), ()) for name in _passed(node, each, functions, words)
+        }
     return set()
 
 
@@ -49,11 +51,11 @@ def _passed(call: ast.Call, function: Function, functions: dict[str, list[Functi
 
 def _asks(value: ast.AST, functions: dict[str, list[Function]], words: set[str]) -> bool:
     """Tell whether an expression may be a time: what is passed to a function of the script is no part of its result."""
-    if isinstance(value, ast.Call) and _word(value.func) in functions:
-        return _word(value.func) in words
-    return _word(value) in words or any(_asks(part, functions, words) for part in ast.iter_child_nodes(value))
+    if isinstance(value, ast.Call) and last_name(value.func) in functions:
+        return last_name(value.func) in words
+    return last_name(value) in words or any(_asks(part, functions, words) for part in ast.iter_child_nodes(value))
 
 
-def _word(node: ast.AST) -> str:
+def last_name(node: ast.AST) -> str:
     """Returns the last name of `a.b`."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

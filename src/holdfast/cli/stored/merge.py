@@ -45,11 +45,6 @@ class Piece:
     file: BundleFile
     entry: Entry
 
-    @property
-    def extent(self) -> Extent:
-        """Its box in the whole tensor."""
-        return Extent(self.entry.offsets, self.entry.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class Whole:
@@ -100,11 +95,11 @@ def content_of(storage: Storage, manifest: Manifest, *, only: str = "") -> Conte
     pieces: dict[str, list[Piece]] = defaultdict(list)
     found: dict[str, Any] = {}
     for file in manifest.bundles:
-        image = storage.image(manifest.version, file)
+        image = storage.bundles.image(manifest.version, file)
         for entry in image.entries:
             pieces[entry.name].append(Piece(file, entry))
         if image.values is not None:
-            raw = storage.read_entry(manifest.version, file, image.values)
+            raw = storage.bundles.read_entry(manifest.version, file, image.values)
             for name, value in value_codec.decode(raw, where=file.file).items():
                 found.setdefault(name, value)
     renamed: dict[str, str | None] = {}  # None: another name holds the same
@@ -164,7 +159,7 @@ def _digest(storage: Storage, version: Version, pieces: Sequence[Piece]) -> str:
         for chunk in range(entry.start // CHUNK_BYTES, -(-entry.end // CHUNK_BYTES)):
             begin = chunk * CHUNK_BYTES
             view = buffer[: min(CHUNK_BYTES, piece.file.length - begin)]
-            storage.read_chunks_into(version, piece.file, chunk, view)
+            storage.bundles.read_chunks_into(version, piece.file, chunk, view)
             state.update(view[max(0, entry.start - begin) : entry.end - begin])
     return state.hexdigest()
 
@@ -172,11 +167,11 @@ def _digest(storage: Storage, version: Version, pieces: Sequence[Piece]) -> str:
 def _check_groups(storage: Storage, version: Version, pieces: Sequence[Piece]) -> None:
     """Check that what several groups had under one name, each the whole of it, is the same where they cut it alike."""
     first = pieces[0].entry
-    layers = reshard.layers(first.global_shape, [piece.extent for piece in pieces])
+    layers = reshard.layers(first.global_shape, [piece.entry.extent for piece in pieces])
     cuts: dict[tuple[Extent, ...], set[str]] = defaultdict(set)
     for layer in layers if len(layers) > 1 else ():
-        found = sorted((pieces[number] for number in layer), key=lambda piece: piece.extent.offsets)
-        cuts[tuple(piece.extent for piece in found)].add(_digest(storage, version, found))
+        found = sorted((pieces[number] for number in layer), key=lambda piece: piece.entry.extent.offsets)
+        cuts[tuple(piece.entry.extent for piece in found)].add(_digest(storage, version, found))
     if any(len(digests) > 1 for digests in cuts.values()):
         raise MismatchError(
             "it was saved several times with other bytes, and an export has one place for it",
@@ -205,7 +200,7 @@ def _wholes(renamed: Mapping[str, str | None], pieces: Mapping[str, list[Piece]]
         first = found[0].entry
         forms = {(p.entry.dtype, p.entry.global_shape) for p in found}
         whole = Extent((0,) * len(first.global_shape), first.global_shape)
-        parts = reshard.cover(whole, [p.extent for p in found]) if len(forms) == 1 else None
+        parts = reshard.cover(whole, [p.entry.extent for p in found]) if len(forms) == 1 else None
         if parts is None:
             raise CorruptError("parts of the tensor are in no file, or they differ in shape or dtype", where=name)
         size = prod(first.global_shape) * DTYPE_BYTES[first.dtype]
@@ -242,7 +237,7 @@ def write_merged(storage: Storage, content: Content, fd: int, progress: Callable
         for file, copies in _by_file(content).items():
             for chunk in sorted(copies):
                 view = buffer[: min(CHUNK_BYTES, file.length - chunk * CHUNK_BYTES)]
-                storage.read_chunks_into(content.version, file, chunk, view)
+                storage.bundles.read_chunks_into(content.version, file, chunk, view)
                 for copy in copies[chunk]:
                     _put(fd, len(header), copy, view, chunk * CHUNK_BYTES)
                 progress(len(view))
@@ -268,7 +263,7 @@ def _by_file(content: Content) -> dict[BundleFile, dict[int, list[_Copy]]]:
         size = DTYPE_BYTES[tensor.dtype]
         for piece, box in tensor.parts:
             start = piece.entry.start
-            spans = reshard.spans(piece.extent, box, size, CHUNK_BYTES)
+            spans = reshard.spans(piece.entry.extent, box, size, CHUNK_BYTES)
             runs = reshard.chunk_runs(((start + first, start + end) for first, end in spans), CHUNK_BYTES)
             for first, end in runs:
                 for chunk in range(first, end):
@@ -283,13 +278,9 @@ def _put(fd: int, base: int, copy: _Copy, view: memoryview, begin: int) -> None:
     entry, size = copy.piece.entry, DTYPE_BYTES[copy.whole.dtype]
     first = (max(entry.start, begin) - entry.start) // size
     last = (min(entry.end, begin + len(view)) - entry.start) // size
-    for number, block in reshard.blocks(entry.shape, first, last):
-        there = Extent(tuple(a + b for a, b in zip(entry.offsets, block.offsets, strict=True)), block.lengths)
-        common = reshard.overlap(there, copy.box)
-        if common is None:
-            continue
+    for number, there, common in reshard.blocks_in(copy.box, entry.extent, first, last):
         at = entry.start + number * size - begin
-        source = np.frombuffer(view, np.uint8, block.num_elements * size, at).reshape(*block.lengths, size)
+        source = np.frombuffer(view, np.uint8, there.num_elements * size, at).reshape(*there.lengths, size)
         inside = tuple(
             slice(a - b, a - b + n) for a, b, n in zip(common.offsets, there.offsets, common.lengths, strict=True)
         )

@@ -29,15 +29,15 @@ def remove(root: str, names: Sequence[str], *, abandoned: bool, as_json: bool) -
     """
     storage = open_storage(root, Events())
     storage.job_id()
-    began = storage.highest_incarnation()
+    began = storage.incarnations.highest()
 
     def permit() -> None:
-        if storage.highest_incarnation() > began:
+        if storage.incarnations.highest() > began:
             raise InUse(
                 "a restart began meanwhile, which may go on from any version", where=storage.where, remedy=AGAIN
             )
 
-    storage.break_holds(began)
+    storage.marks.break_holds(began)
     chosen = _chosen(storage, names, abandoned=abandoned)
     faults: dict[Version, HoldfastError] = {}
     for version in chosen:
@@ -63,7 +63,7 @@ def _chosen(storage: Storage, names: Sequence[str], *, abandoned: bool) -> list[
     if not names and not abandoned:
         raise UsageError("no version is named", remedy="name one, as `holdfast ls` shows it, or give --abandoned")
     there = storage.versions()
-    lineage = Lineage(storage.lineage())
+    lineage = Lineage(storage.incarnations.lineage())
     lines = lineage.lines(there)
     living = lines[-1]
     chosen = {choose(storage, name) for name in names}
@@ -84,7 +84,7 @@ def _chosen(storage: Storage, names: Sequence[str], *, abandoned: bool) -> list[
                 remedy="name the versions that shall go",
             )
         ended = {version for line in lines if line.first != living.first for version in line.versions}
-        chosen |= ended - set(living.versions) - storage.pins() - set(storage.held())
+        chosen |= ended - set(living.versions) - storage.marks.pins() - set(storage.marks.held())
     return sorted(chosen)
 
 

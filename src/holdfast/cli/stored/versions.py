@@ -41,7 +41,7 @@ def list_versions(root: str, *, as_json: bool) -> int:
     storage = open_storage(root, Events())
     job = storage.job_id()
     rows = list(_rows(storage))
-    pins, held = storage.pins(), storage.held()
+    pins, held = storage.marks.pins(), storage.marks.held()
     if as_json:
         shown = [_row_document(row, pinned=row.version in pins, held=row.version in held) for row in rows]
         console.print_json({"root": storage.where, "job_id": job, "versions": shown})
@@ -110,7 +110,7 @@ def inspect_version(root: str, version: str | None, *, as_json: bool) -> int:
     """`holdfast inspect`; the exit code."""
     storage = open_storage(root, Events())
     manifest = storage.manifest(choose(storage, version))
-    images = [(file, storage.image(manifest.version, file)) for file in manifest.bundles]
+    images = [(file, storage.bundles.image(manifest.version, file)) for file in manifest.bundles]
     entries = sorted((e.name, e.offsets, file.ref.bundle_id, e) for file, image in images for e in image.entries)
     stored = {
         file.ref.bundle_id: _values(storage, manifest.version, file, image.values)
@@ -127,7 +127,7 @@ def inspect_version(root: str, version: str | None, *, as_json: bool) -> int:
 
 
 def _values(storage: Storage, version: Version, file: BundleFile, entry: Entry) -> Any:
-    data = storage.read_entry(version, file, entry)
+    data = storage.bundles.read_entry(version, file, entry)
     return values.decode(data, where=f"{version}/{file.file}")
 
 
@@ -249,9 +249,9 @@ def _problems(storage: Storage, manifest: Manifest) -> Iterator[HoldfastError]:
     try:
         for file in manifest.bundles:
             try:
-                storage.verify_bundle(version, file, progress.add)
-                if storage.opens(file):
-                    storage.image(version, file)  # whoever wrote it may have sealed nonsense
+                storage.bundles.verify(version, file, progress.add)
+                if storage.bundles.opens(file):
+                    storage.bundles.image(version, file)  # whoever wrote it may have sealed nonsense
             except (CorruptError, StorageError) as error:
                 yield error
     finally:

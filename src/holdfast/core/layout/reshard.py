@@ -150,6 +150,17 @@ def blocks(lengths: Sequence[int], first: int, last: int) -> Iterator[tuple[int,
         yield from _in_row(lengths, row, (0, last - first))
 
 
+def blocks_in(box: Extent, piece: Extent, first: int, last: int) -> Iterator[tuple[int, Extent, Extent]]:
+    """Yields what a box has of elements `first` to `last` of a piece, in few blocks.
+
+    Each is: number of the first element, where the block lies, the part of that in the box.
+    """
+    for number, block in blocks(piece.lengths, first, last):
+        there = Extent(tuple(a + b for a, b in zip(piece.offsets, block.offsets, strict=True)), block.lengths)
+        if (common := overlap(there, box)) is not None:
+            yield number, there, common
+
+
 def _in_row(lengths: Sequence[int], row: int, span: tuple[int, int]) -> Iterator[tuple[int, Extent]]:
     before = row * prod(lengths[1:])
     for number, box in blocks(lengths[1:], *span):

@@ -18,7 +18,7 @@ from holdfast.core.model import Version
 from holdfast.core.scheduling.step_agreement import Diary, Proposal
 from holdfast.core.versions.coordinator_board import OF_WRITING, Action, Announcement, Board, CommitOrder, Kind
 from holdfast.core.versions.node_ledger import Reports
-from holdfast.keeper.rpc.messages import Assembly, News, encode, pack
+from holdfast.keeper.rpc.messages import Appointed, Assembly, News, encode, pack
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.storage.writer import CommitJob, Committer
@@ -110,7 +110,7 @@ class Coordinator:
 
     def propose(self, proposal: Proposal) -> None:
         """Names a step for all ranks."""
-        message = self._state.appoint(self._diary.propose(proposal))
+        message = Appointed(incarnation=self._state.incarnation, appointment=self._diary.propose(proposal))
         for follower in self._followers.values():
             follower.connection.push(f"appointment {proposal.purpose.value}", message)
         self._state.appointed(message)

@@ -23,7 +23,8 @@ from holdfast.core.versions.node_ledger import Reports
 from holdfast.keeper.coordination.coordinator import Coordinator
 from holdfast.keeper.rpc.caller import Caller, dial
 from holdfast.keeper.rpc.messages import AnyMessage, Appointed, Assembly, Message, News, Ping, Propose, Report
-from holdfast.keeper.slots.keeper_state import NodeState, greeting
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.node_report import greeting
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class CoordinatorClient:
         """Everything this node knows, in place of the facts that wait. Under the state's lock."""
         self._queue = deque(message for message in self._queue if not isinstance(message, Report))
         self._whole = False
-        return self._report(self._state.whole_report(), whole=True)
+        return self._report(self._state.need_ledger().reports(), whole=True)
 
     # --- the thread
 
@@ -157,12 +158,12 @@ class CoordinatorClient:
                     self._drop(error.what)
                 except OSError as error:  # the system has no more of something: it may pass, and nobody else reports
                     reason = error.strerror or str(error)
-                    self._state.alarm(_ALARM, f"no line to the coordinator: {reason}; it is tried again")
+                    self._state.alarms.warn(_ALARM, f"no line to the coordinator: {reason}; it is tried again")
                     self._drop(reason)
                     time.sleep(RETRY_S)  # what waits in the queue would let it go on at once
         except Exception as error:
             logger.exception("the coordinator client failed")
-            self._state.alarm(_ALARM, f"the line to the coordinator failed: {type(error).__name__}: {error}")
+            self._state.alarms.warn(_ALARM, f"the line to the coordinator failed: {type(error).__name__}: {error}")
         finally:
             self._drop("")
 
@@ -291,7 +292,7 @@ class CoordinatorClient:
     def _is_well(self) -> None:
         with self._state.lock:
             if self.leader >= 0:
-                self._state.calm(_ALARM)
+                self._state.alarms.calm(_ALARM)
 
     def _drop(self, reason: str) -> None:
         with self._state.lock:

@@ -212,7 +212,7 @@ class BundleFetcher:
                 del present[bundle_id]
             held.pins.pop(PIN, None)
             held.clear()
-            self._state.slot_pool.collect(self._state.is_free)
+            self._state.slot_pool.collect(self._state.guard.is_free)
 
     def _target(self, rank: int, version: Version, num_bytes: int) -> HeldSlot:
         """A slot of the rank that may be written, else memory of its own that goes when the guard allows.
@@ -245,7 +245,7 @@ class BundleFetcher:
         """A slot that the guard lets be overwritten, large enough. Under the state's lock."""
         state = self._state
         fitting = [held for held in own if held.slot.num_bytes >= num_bytes]
-        chosen = choose_slot([state.view(held) for held in fitting], state.need_ledger().knowledge)
+        chosen = choose_slot([state.guard.view(held) for held in fitting], state.need_ledger().knowledge)
         return state.slot_pool.get(chosen.value) if chosen.value is not None else None
 
     def _claim(self, held: HeldSlot, version: Version) -> HeldSlot:

@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, KeeperLost, UsageError, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, UsageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core.layout import reshard
 from holdfast.core.layout.reshard import Runs
 from holdfast.core.model import Seal, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.fetch.fetch_bundles import PIN, PresentBundle, copy_here
-from holdfast.keeper.replication.image_transfer import PeerReader, require
-from holdfast.keeper.slots.keeper_state import NodeState, greeting
+from holdfast.keeper.fetch.fetch_sources import OpenPlaces
+from holdfast.keeper.replication.image_transfer import require
+from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import RESTORING, Activities
 from holdfast.keeper.slots.slot_pool import HeldSlot, PieceOf
 from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format.image import ALIGN, CHUNK_BYTES
-from holdfast.tiers.storage.manifest import BundleFile
 
 logger = logging.getLogger(__name__)
 
@@ -160,15 +160,8 @@ class ChunkFetcher:
             held.pieces.append(PieceOf(fetch.ref, seal, item.first, item.end, item.offset))
 
 
-class _Places:
-    """Holds where one fetch reads from; each peer is dialled once."""
-
-    def __init__(self, state: NodeState, lazy_storage: LazyStorage, stopping: Callable[[], bool]) -> None:
-        self._state = state
-        self._lazy_storage = lazy_storage
-        self._stopping = stopping
-        self._peers: dict[int, PeerReader] = {}
-        self._stored: dict[str, BundleFile] = {}
+class _Places(OpenPlaces):
+    """Reads chunks for one fetch."""
 
     def read(
         self, version: Version, fetch: Fetch, first: int, view: memoryview, progress: Callable[[int], None]
@@ -184,26 +177,16 @@ class _Places:
             return self._from_peer(version, fetch, first, view, progress)
         raise VersionNotFound(f"bundle {fetch.ref.bundle_id} of {version} is not on this node any more")
 
-    def close(self) -> None:
-        """Ends the connections."""
-        for peer in self._peers.values():
-            peer.close()
-
     def _from_storage(
         self, version: Version, fetch: Fetch, first: int, view: memoryview, progress: Callable[[int], None]
     ) -> Seal:
-        storage = self._lazy_storage.open()
-        if not self._stored:
-            self._stored = self._lazy_storage.files(version)
-        file = self._stored.get(fetch.ref.bundle_id)
-        if file is None:
-            raise VersionNotFound(f"the manifest of {version} does not list bundle {fetch.ref.bundle_id}")
+        storage, file = self._lazy_storage.open(), self.stored(version, fetch.ref.bundle_id)
         if self._stopping():
             raise KeeperLost("this keeper stops, or its job is over")
         if file.digest != fetch.seal.digest:
-            where = f"{storage.where}/{version}/{file.file}"
+            where = storage.bundles.where(version, file)
             raise CorruptError("the manifest's copy is not the one that was agreed on", where=where)
-        storage.read_chunks_into(version, file, first, view, progress)
+        storage.bundles.read_chunks_into(version, file, first, view, progress)
         return file.seal
 
     def _from_peer(
@@ -212,23 +195,15 @@ class _Places:
         bundle_id, node = fetch.ref.bundle_id, fetch.node
         assert node is not None
         try:
-            if node not in self._peers:
-                self._peers[node] = self._dial(node)
-            seal = require(self._peers[node].seals(version, (bundle_id,)), bundle_id, f"node {node}")
+            peer = self.peer(node)
+            seal = require(peer.seals(version, (bundle_id,)), bundle_id, f"node {node}")
             if seal.digest != fetch.seal.digest:
                 raise VersionNotFound("it holds another copy than was agreed on")
-            self._peers[node].read_chunks_into(version, seal, first, view, progress)
+            peer.read_chunks_into(version, seal, first, view, progress)
         except HoldfastError as error:
             what = f"node {node}, bundle {bundle_id}: {error.what}"
             raise type(error)(what, where=error.where, remedy=error.remedy) from error
         return seal
-
-    def _dial(self, node: int) -> PeerReader:
-        assembly = self._state.assembly
-        if assembly is None or not 0 <= node < len(assembly.addresses):
-            raise KeeperError(f"node {node} is not part of the job")
-        hello = greeting(self._state, assembly)
-        return PeerReader(assembly.addresses[node], hello, self._stopping, self._state.security, urgent=True)
 
 
 def _laid_out(mine: Iterable[tuple[Fetch, Runs]]) -> Iterable[_Wanted]:

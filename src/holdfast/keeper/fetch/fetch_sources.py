@@ -19,7 +19,8 @@ from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.fetch.streaming_relay import IncomingBundle, IncomingBundles
 from holdfast.keeper.replication.image_transfer import PeerReader, require
 from holdfast.keeper.rpc.messages import Assembly
-from holdfast.keeper.slots.keeper_state import NodeState, greeting
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.node_report import greeting
 from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.manifest import BundleFile
@@ -43,11 +44,61 @@ class FetchTarget:
     seconds: float = 0.0
 
 
-class Sources:
-    """The places that one fetch reads from; each is opened once.
+class OpenPlaces:
+    """Opens what one fetch reads from, each once: other keepers, and a version's manifest in storage.
 
     Args:
+        state: of this node.
+        lazy_storage: opened at first use.
         stopping: asked before each chunk.
+    """
+
+    def __init__(self, state: NodeState, lazy_storage: LazyStorage, stopping: Callable[[], bool]) -> None:
+        self._state = state
+        self._assembly: Assembly | None = None
+        self._stopping = stopping
+        self._lazy_storage = lazy_storage
+        self._peers: dict[int, PeerReader] = {}
+        self._stored: dict[str, BundleFile] = {}
+
+    def peer(self, node: int) -> PeerReader:
+        """Return the connection to a node's keeper.
+
+        Raises:
+            KeeperError: the job has no such node. KeeperLost: nobody answers there.
+        """
+        if node not in self._peers:
+            assembly = self._assembly or self._state.assembly
+            if assembly is None or not 0 <= node < len(assembly.addresses):
+                raise KeeperError(f"node {node} is not part of the job")
+            hello = greeting(self._state, assembly)
+            self._peers[node] = PeerReader(
+                assembly.addresses[node], hello, self._stopping, self._state.security, urgent=True
+            )
+        return self._peers[node]
+
+    def stored(self, version: Version, bundle_id: str) -> BundleFile:
+        """Return what the manifest says of a bundle's file.
+
+        Raises:
+            VersionNotFound: nothing.
+        """
+        self._stored = self._stored or self._lazy_storage.files(version)
+        if bundle_id not in self._stored:
+            raise VersionNotFound(f"the manifest of {version} does not list bundle {bundle_id}")
+        return self._stored[bundle_id]
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for peer in self._peers.values():
+            peer.close()
+
+
+class Sources(OpenPlaces):
+    """Reads whole bundles for one fetch; arguments as of OpenPlaces.
+
+    Args:
+        incoming: told of what arrives, for those who wait for the same.
         assembly: where the keepers are, if the job has not come together here yet.
     """
 
@@ -59,15 +110,11 @@ class Sources:
         stopping: Callable[[], bool],
         assembly: Assembly | None = None,
     ) -> None:
-        self._state = state
+        super().__init__(state, lazy_storage, stopping)
         self._assembly = assembly
-        self._lazy_storage = lazy_storage
         self._events = lazy_storage.events
         self._incoming = incoming
-        self._stopping = stopping
         self.progress: Callable[[int], None] = lambda _: None
-        self._peers: dict[int, PeerReader] = {}
-        self._stored: dict[str, BundleFile] = {}
 
     def read(self, version: Version, spot: FetchTarget, view: memoryview) -> Seal:
         """Fills `view` with the bundle and proves it; returns its seal with chunk digests."""
@@ -82,11 +129,6 @@ class Sources:
         finally:
             spot.seconds = time.perf_counter() - started
         raise VersionNotFound(f"bundle {fetch.ref.bundle_id} of {version} is not on this node any more")
-
-    def close(self) -> None:
-        """Ends the connections."""
-        for peer in self._peers.values():
-            peer.close()
 
     def _from_storage_or_relay(self, version: Version, spot: FetchTarget, view: memoryview) -> Seal:
         via = spot.fetch.via
@@ -115,23 +157,18 @@ class Sources:
         return self._events.span(name, version=str(version), bundle=ref.bundle_id, size_bytes=spot.fetch.seal.length)
 
     def _from_storage(self, version: Version, spot: FetchTarget, view: memoryview) -> Seal:
-        storage, bundle_id = self._lazy_storage.open(), spot.fetch.ref.bundle_id
-        if not self._stored:
-            self._stored = self._lazy_storage.files(version)
-        file = self._stored.get(bundle_id)
-        if file is None:
-            raise VersionNotFound(f"the manifest of {version} does not list bundle {bundle_id}")
-        where = f"{storage.where}/{version}/{file.file}"
+        storage, file = self._lazy_storage.open(), self.stored(version, spot.fetch.ref.bundle_id)
+        where = storage.bundles.where(version, file)
         image_format.check_length(len(view), file.seal, where)
         self._known(spot, file.seal, where)
         proof = _Proof(view, file.seal, where, lambda count: self._proved(spot, count))
         proof.done = spot.landing.ready if spot.landing is not None else 0  # what a failed relay already brought
-        storage.read_bundle_into(version, file, view, proof.arrived)
+        storage.bundles.read_into(version, file, view, proof.arrived)
         image_format.check_digest(tuple(proof.digests), file.seal, where)
         return file.seal
 
     def _from_relay(self, version: Version, spot: FetchTarget, node: int, view: memoryview) -> Seal:
-        seal = self._peer(node).read_landing_into(
+        seal = self.peer(node).read_landing_into(
             version,
             spot.fetch.ref.bundle_id,
             view,
@@ -144,7 +181,7 @@ class Sources:
     def _from_peer(self, version: Version, fetch: Fetch, node: int, view: memoryview) -> Seal:
         bundle_id, where = fetch.ref.bundle_id, f"node {node}"
         try:
-            peer = self._peer(node)
+            peer = self.peer(node)
             seal = require(peer.seals(version, (bundle_id,)), bundle_id, where)
             peer.read_into(version, seal, view, self.progress)
         except HoldfastError as error:
@@ -162,19 +199,6 @@ class Sources:
         self.progress(count)
         if spot.landing is not None:
             self._incoming.proved(spot.landing, count)
-
-    def _peer(self, node: int) -> PeerReader:
-        if node not in self._peers:
-            self._peers[node] = self._dial(node)
-        return self._peers[node]
-
-    def _dial(self, node: int) -> PeerReader:
-        assembly = self._assembly or self._state.assembly
-        if assembly is None or not 0 <= node < len(assembly.addresses):
-            raise KeeperError(f"node {node} is not part of the job")
-        return PeerReader(
-            assembly.addresses[node], greeting(self._state, assembly), self._stopping, self._state.security, urgent=True
-        )
 
 
 class _Proof:

@@ -132,7 +132,7 @@ class Preloader:
         names = tuple(f"node {number}" for number in range(1 + max(request.node_of)))
         topology = Topology(names, request.node_of)
         assembly = Assembly(
-            storage.highest_incarnation(), "", storage.job_id(), topology, request.addresses or ("",) * len(names)
+            storage.incarnations.highest(), "", storage.job_id(), topology, request.addresses or ("",) * len(names)
         )
         facts = self._find(storage, assembly, request)
         chosen = version_choice.choose_version(facts)
@@ -170,7 +170,7 @@ class Preloader:
             found = self._survey(assembly, request.node)
             memory = tuple(copy for copy in found.copies if not copy.preloaded)
             tables, suspects = dict(found.tables), frozenset(version for version, _ in found.suspects)
-        lineage = Lineage(storage.lineage())
+        lineage = Lineage(storage.incarnations.lineage())
         return Facts(
             memory, tables, _newest(storage, lineage), lineage, assembly.topology, suspects,
             ranks_per_reader=request.ranks_per_reader,
@@ -207,7 +207,7 @@ class Preloader:
             if not places:
                 held.clear()
             held.unpin(PRELOADING)
-            self._state.slot_pool.collect(self._state.is_free)
+            self._state.slot_pool.collect(self._state.guard.is_free)
         self._lazy_storage.events.count("preloaded_bytes", size)
 
     def _make_room(self) -> bool:

@@ -63,7 +63,7 @@ def report(
             "memory": {"used_bytes": state.slot_pool.budget.used, "allowed_bytes": state.slot_pool.budget.allowed},
             "alarms": [
                 {"key": key, "text": alarm.text, "age_s": time.monotonic() - alarm.at_s, "count": alarm.count}
-                for key, alarm in state.alarms.items()
+                for key, alarm in state.alarms.raised.items()
             ],
             "counters": events.counters(),
         }

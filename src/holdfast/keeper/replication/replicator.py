@@ -32,7 +32,8 @@ from holdfast.core.versions.slot_guard import Knowledge, SlotState, SlotView, ch
 from holdfast.keeper.replication.image_transfer import PeerReader, require
 from holdfast.keeper.rpc.messages import Assembly, Inventory
 from holdfast.keeper.slots.job_queue import Worker
-from holdfast.keeper.slots.keeper_state import NodeState, greeting
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.node_report import greeting
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
@@ -116,7 +117,7 @@ class Replicator:
         self._pullers[home].replace(_Pull(version, {rank: tuple(refs) for rank, refs in wanted.items()}))
 
     def _fault(self, what: str) -> Callable[[str], None]:
-        return partial(self._state.alarm, what)
+        return partial(self._state.alarms.warn, what)
 
     def tick(self) -> None:
         """Pulls again what failed, as long as nothing newer was captured and nobody else made it good."""
@@ -231,7 +232,7 @@ class Replicator:
             return
         except (HoldfastError, OSError) as error:  # also of a system that has no descriptor or no memory left
             # The version stays at its level until a pull succeeds.
-            state.alarm(_alarm_of(home), f"no replica of {version}: {error}")
+            state.alarms.warn(_alarm_of(home), f"no replica of {version}: {error}")
             self._try_again(home, pull)
             return
         self._is_well(home)
@@ -259,13 +260,13 @@ class Replicator:
             logger.info("%s", said)
         if now - since_s > FIRST_PATIENCE_S:
             text = f"no replica of {version}, which waits for more than {FIRST_PATIENCE_S:.0f} s: {why}"
-            self._state.alarm(_alarm_of(home), text)
+            self._state.alarms.warn(_alarm_of(home), text)
 
     def _is_well(self, home: int) -> None:
         """Take note that what was to be had from that node was had, or is needed no more."""
         with self._state.lock:
             self._waiting.pop(home, None)
-            self._state.calm(_alarm_of(home))
+            self._state.alarms.calm(_alarm_of(home))
 
     def _is_over(self, assembly: Assembly) -> bool:
         now = self._state.assembly
@@ -379,7 +380,7 @@ class Replicator:
         since = self._in_the_way.setdefault(version, time.monotonic())
         while len(self._in_the_way) > MAX_WATCHED:
             del self._in_the_way[min(self._in_the_way)]
-        return time.monotonic() - since < GRACE_S or not self._state.may_drop(version)
+        return time.monotonic() - since < GRACE_S or not self._state.guard.may_drop(ledger, version)
 
 
 def to_refill(

@@ -1,58 +1,42 @@
-"""The trainer's and the viewer's door to a keeper: the only way others talk to it.
+"""The trainer's door to a keeper: the only way a rank talks to it. What a viewer may ask too is `keeper.rpc.viewer`.
 
-Every call has a deadline. When the keeper is gone `alive` turns False, the callbacks fire, waiting calls raise
-KeeperLost at once and so do later ones; the slots stay mapped and are handed to the next keeper with `adopt`. Levels
-arrive as pushes: `level` answers from memory, `wait` blocks until a push says so. A level is never named before the
-keeper announced it.
+When the keeper is gone the slots stay mapped, and are handed to the next keeper with `adopt`.
 
 Order of calls of a trainer: connect, assemble, register, prepare, [adopt], [inventory, obtain], resume, then per save
-begin, copied or abandon; goodbye and close at the end. Used by `checkpoint` (Slot, KeeperClient) and `cli` (viewers).
+begin, copied or abandon; goodbye and close at the end. Used by `checkpoint`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
 
 from holdfast.base.errors import KeeperError, KeeperLost, LevelNotReached
-from holdfast.base.progress_report import progress_text
-from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
+from holdfast.core.model import BundleRef, RankLayout, Seal, Version
 from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.recovery.version_choice import Fetch, Source
-from holdfast.core.scheduling.step_agreement import Appointment, Proposal
+from holdfast.core.scheduling.step_agreement import Proposal
 from holdfast.keeper.rpc import messages
-from holdfast.keeper.rpc.caller import Caller, dial
-from holdfast.keeper.rpc.messages import Assembly, ImageSpan, Inventory, Message
+from holdfast.keeper.rpc.messages import Assembly, ImageSpan, Inventory
+from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S, KeeperViewer
 from holdfast.tiers.memory import slots as slot_memory
 from holdfast.tiers.memory.slots import Slot
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.unread_chunks import UnreadChunks
 from holdfast.tiers.wire import frames
 
-__all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot", "VersionLevel"]
-
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 10.0
+__all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot"]
+
 # What a keeper may need beyond the wait that was asked for.
 GRACE_S = 5.0
 # A save waits for it; a keeper that is frozen answers no sooner than one that is dead.
 BEGIN_GRACE_S = 0.5
 # A save that waits for a slot for so long says so.
 SAY_S = 3.0
-# Versions whose level is remembered; callers ask about recent ones only.
-MAX_LEVELS = 128
-MAX_ALARMS = 64
-
-R = TypeVar("R", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,121 +60,15 @@ class Located:
     unread: UnreadChunks | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class VersionLevel:
-    """Holds what is known of a version here: the levels it reached, one by one, and why it stands where it stands."""
-
-    reached: frozenset[Level]
-    reason: str
-    abandoned: bool = False
-
-    @property
-    def level(self) -> Level:
-        """The highest level reached."""
-        return max(self.reached, default=Level.NONE)
-
-
-class KeeperClient:
-    """One connection to the keeper of this node. Use `connect`; safe to call from several threads."""
-
-    _caller: Caller
+class KeeperClient(KeeperViewer):
+    """One connection of a rank to the keeper of its node. Use `connect`; safe to call from several threads."""
 
     def __init__(self, rank: int | None) -> None:
-        self.rank = rank
-        self._left = False
-        self._changed = threading.Condition()
-        self._levels: OrderedDict[Version, VersionLevel] = OrderedDict()
-        self._alarms: OrderedDict[str, str] = OrderedDict()
-        self._working: dict[str, messages.Working] = {}
+        super().__init__(rank)
         self._slots: dict[int, Slot] = {}
         self._mapped = threading.Condition()  # guards `_slots`; several threads map them
         self._is_detached = False
         self._preparing = threading.Lock()
-        self._lost_callbacks: list[Callable[[str], None]] = []
-        self._appointment_callbacks: list[Callable[[Appointment], None]] = []
-
-    @classmethod
-    def connect(
-        cls, socket_path: str | Path, *, job: str, rank: int | None = None, timeout_s: float = CALL_TIMEOUT_S
-    ) -> KeeperClient:
-        """Connects to the keeper that listens at `socket_path`.
-
-        Args:
-            socket_path: `RuntimePaths.socket` of keeper.rpc.paths, or `unix:<path>`.
-            job: `Place.job`; a keeper of another job refuses.
-            rank: the trainer's rank; None for a viewer, who may only look.
-            timeout_s: for connecting and being welcomed; a predecessor that is dying is waited for.
-
-        Raises:
-            KeeperLost: nobody listens. InUse: another living process is that rank. KeeperError: refused.
-        """
-        client = cls(rank)
-        role = messages.VIEWER if rank is None else messages.RANK
-        hello = messages.Hello(job=job, role=role, rank=-1 if rank is None else rank)
-        client._caller = dial(
-            str(socket_path), hello, timeout_s=timeout_s, on_push=client._pushed, on_lost=client._lost
-        )
-        return client
-
-    @property
-    def alive(self) -> bool:
-        """Return whether the keeper is there; False as soon as its end of the connection closed."""
-        return self._caller.alive
-
-    def answers(self, timeout_s: float) -> bool:
-        """Return whether the keeper answers at all within this time."""
-        try:
-            self.status(timeout_s=timeout_s)
-        except KeeperLost:
-            return False
-        return True
-
-    @property
-    def node(self) -> str:
-        """Label of the keeper's node."""
-        return self._caller.welcome.node
-
-    @property
-    def pid(self) -> int:
-        """Process id of the keeper."""
-        return self._caller.welcome.pid
-
-    @property
-    def address(self) -> str:
-        """Return where the keepers of other nodes find this one."""
-        return self._caller.welcome.address
-
-    def seen(self, job_id: str) -> tuple[int, tuple[tuple[int, Version | None], ...]]:
-        """The highest incarnation of this job that the keeper had seen when we connected, and its lineage."""
-        welcome = self._caller.welcome
-        return (welcome.incarnation, welcome.lineage) if welcome.job_id == job_id else (0, ())
-
-    @property
-    def incarnation(self) -> int:
-        """The highest incarnation that the keeper had seen when we connected; 0 if none."""
-        return self._caller.welcome.incarnation
-
-    @property
-    def alarms(self) -> tuple[str, ...]:
-        """Return what the keeper warned of since we connected, one line per subject, newest last."""
-        with self._changed:
-            return tuple(self._alarms.values())
-
-    def working(self, what: str, version: Version) -> str:
-        """Return how far the keeper is with `what` (of keeper.slots.progress) of `version`, in words; empty if it did not say."""
-        with self._changed:
-            told = self._working.get(what)
-        if told is None or told.version != version:
-            return ""
-        return progress_text(told.done_bytes, told.total_bytes, told.seconds)
-
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Calls `callback(reason)` once, in the reader thread, when the keeper is lost."""
-        self._lost_callbacks.append(callback)
-
-    def on_appointment(self, callback: Callable[[Appointment], None]) -> None:
-        """Calls `callback(appointment)` in the reader thread when the coordinator named a step for all ranks."""
-        self._appointment_callbacks.append(callback)
 
     # --- coming together
 
@@ -340,7 +218,7 @@ class KeeperClient:
         self._caller.tell(messages.Abandon(version=version, reason=reason))
 
     def propose(self, proposal: Proposal) -> None:
-        """Asks for a save or a stop that all ranks make at one step; the answer comes to `on_appointment`."""
+        """Asks for a save or a stop that all ranks make at one step; the answer comes to `Announced.on_appointment`."""
         self._caller.tell(messages.Propose(proposal=proposal))
 
     def note_cadence(self, reason: str) -> None:
@@ -356,54 +234,7 @@ class KeeperClient:
         _, got = self._call(messages.ShowWaits(), messages.Ok, CALL_TIMEOUT_S, fds)
         frames.close_fds(got)
 
-    def level(self, version: Version) -> tuple[Level, str]:
-        """The level that was announced for `version`, and the reason."""
-        with self._changed:
-            known = self._levels.get(version)
-        if known is None:
-            return Level.NONE, "nothing was announced yet" if self.alive else "the keeper is lost"
-        return known.level, known.reason
-
-    def known(self, version: Version) -> VersionLevel | None:
-        """All that was announced for `version`; None if nothing was."""
-        with self._changed:
-            return self._levels.get(version)
-
-    @property
-    def captured(self) -> Version | None:
-        """The newest version that was announced as captured, or more; None if none was."""
-        with self._changed:
-            return max((version for version, known in self._levels.items() if known.reached), default=None)
-
-    def wait(self, version: Version, level: Level, timeout_s: float) -> Level:
-        """Blocks until `version` reaches `level`; returns the level it has then.
-
-        Raises:
-            LevelNotReached: it was abandoned, time is over, or the keeper is lost. Names the level reached.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                known = self._levels.get(version, VersionLevel(frozenset(), "nothing was announced yet"))
-                # A durable version need not be replicated, so a higher level does not stand for that one.
-                if level in known.reached or (level is Level.CAPTURED and known.reached):
-                    return known.level
-                left = deadline - time.monotonic()
-                if known.abandoned or not self.alive or left <= 0:
-                    break
-                self._changed.wait(left)
-        lost = "" if self.alive else "; the keeper is lost"
-        late = f"; waited {timeout_s:g} s" if left <= 0 and not known.abandoned else ""
-        raise LevelNotReached(
-            f"{version} is {known.level.name.lower()}, not {level.name.lower()}: {known.reason}{lost}{late}",
-            remedy="see holdfast status for what holds it up; training may go on",
-        )
-
     # --- coming back
-
-    def inventory(self, *, wide: bool = True, timeout_s: float = CALL_TIMEOUT_S) -> Inventory:
-        """Return what all reachable keepers hold (`wide=False`: only this one)."""
-        return self._ask(messages.TakeInventory(wide=wide), messages.InventoryReply, timeout_s).inventory
 
     def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:
         """Makes bundles present on this node and maps them, in the order of `fetches` (of core.recovery).
@@ -437,16 +268,7 @@ class KeeperClient:
         where = -1 if node is None else node
         self._ask(messages.Condemn(version=version, bundle_id=bundle_id, node=where, reason=reason), messages.Ok)
 
-    # --- looking and leaving
-
-    def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        """Return what the keeper says about itself; plain values only. Fields: docs/spec/keeper.md."""
-        reply = self._ask(messages.AskStatus(), messages.StatusReply, timeout_s)
-        return msgspec.msgpack.decode(reply.status, type=dict[str, Any])
-
-    def inside(self, *, timeout_s: float = CALL_TIMEOUT_S) -> msgspec.Raw:
-        """Return what the job is made of, as msgpack; fields: docs/spec/keeper.md."""
-        return self._ask(messages.AskInside(), messages.InsideReply, timeout_s).inside
+    # --- leaving
 
     def goodbye(self, *, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """This rank leaves; `finished`: it will not come back. When all local ranks finished the keeper ends."""
@@ -468,20 +290,6 @@ class KeeperClient:
         return slots
 
     # --- inside
-
-    def _ask(self, request: Message, wanted: type[R], timeout_s: float = CALL_TIMEOUT_S) -> R:
-        reply, fds = self._call(request, wanted, timeout_s)
-        frames.close_fds(fds)
-        return reply
-
-    def _call(
-        self, request: Message, wanted: type[R], timeout_s: float, fds: Sequence[int] = ()
-    ) -> tuple[R, list[int]]:
-        reply, got = self._caller.call(request, timeout_s=timeout_s, fds=fds)
-        if not isinstance(reply, wanted):
-            frames.close_fds(got)
-            raise KeeperError(f"the keeper answered {type(request).__name__} with {type(reply).__name__}")
-        return reply, got
 
     def _map(self, slot_ids: Sequence[int], fds: list[int]) -> None:
         """Maps slots that are new here, outside of the lock: it takes 0.1 s per GiB. Takes the descriptors over."""
@@ -527,52 +335,3 @@ class KeeperClient:
         else:
             raise KeeperError("the keeper named a descriptor that it did not send")
         return Located(ref, found.seal, view, found.source, found.seconds, found.chunks)
-
-    def _pushed(self, message: messages.AnyMessage) -> None:
-        if isinstance(message, messages.Progress):
-            self._progressed(
-                message.version, VersionLevel(frozenset(message.reached), message.reason, message.abandoned)
-            )
-        elif isinstance(message, messages.Alarm):
-            self._alarmed(message)
-        elif isinstance(message, messages.Working):
-            self._told_of_work(message)
-        elif isinstance(message, messages.Appointed):
-            for callback in tuple(self._appointment_callbacks):
-                callback(message.appointment)
-        else:
-            logger.warning("the keeper pushed %s, which means nothing here", type(message).__name__)
-
-    def _progressed(self, version: Version, news: VersionLevel) -> None:
-        with self._changed:
-            self._levels[version] = news
-            self._levels.move_to_end(version)
-            while len(self._levels) > MAX_LEVELS:
-                self._levels.popitem(last=False)
-            self._changed.notify_all()
-
-    def _told_of_work(self, message: messages.Working) -> None:
-        """Work for this rank is logged: it waits for it. What else is said is kept for whoever asks."""
-        if message.rank not in (-1, self.rank):
-            return
-        with self._changed:
-            self._working[message.what] = message
-        if message.rank == self.rank:
-            logger.info("%s %s: %s", message.what, message.version, self.working(message.what, message.version))
-
-    def _alarmed(self, message: messages.Alarm) -> None:
-        logger.warning("the keeper warns: %s", message.text)  # pushes may come before `connect` has returned
-        with self._changed:
-            self._alarms[message.key] = message.text
-            self._alarms.move_to_end(message.key)
-            while len(self._alarms) > MAX_ALARMS:
-                self._alarms.popitem(last=False)
-
-    def _lost(self, reason: str) -> None:
-        with self._changed:
-            self._changed.notify_all()
-        if self._left:
-            return
-        logger.warning("the keeper of this node is lost: %s; training goes on without the memory level", reason)
-        for callback in tuple(self._lost_callbacks):
-            callback(reason)

@@ -48,6 +48,7 @@ from holdfast.keeper.service.peer_requests import PeerRequests
 from holdfast.keeper.service.save_requests import SaveRequests
 from holdfast.keeper.slots.idle_windows import Windows
 from holdfast.keeper.slots.keeper_state import NodeState, StateCallbacks
+from holdfast.keeper.slots.node_report import descent
 from holdfast.keeper.slots.progress import Activities
 from holdfast.keeper.slots.sealer import Sealer
 from holdfast.keeper.slots.sessions import Trainer, Trainers
@@ -126,7 +127,25 @@ class Keeper:
         pace = Pace(options.network.bandwidth)
         self._peers = PeerRequests(self._state, lambda: self._coordinator_client.coordinator, pace, self._sending)
         self._preloader = Preloader(self._state, lazy_storage, self._activities, self._peers.survey)
-        self._operations = Operations(
+        self._operations = self._connected(lazy_storage, reserve, incoming)
+        place.socket.unlink(missing_ok=True)  # of a keeper that was killed; we hold the lock, so nobody listens there
+        self._door = open_door(options.network, place)
+        self._state.security = self._door.credentials if self._door else None
+        self._server = Server(place.socket, self, self._door)
+
+    def _connected(self, lazy_storage: LazyStorage, reserve: SlotAllocator, incoming: IncomingBundles) -> Operations:
+        """Tells the state who carries out what follows from a fact; returns what clients may ask of the parts."""
+        self._state.callbacks = StateCallbacks(
+            report=self._coordinator_client.report,
+            push=self._trainers.push,
+            replicate=self._replicator.put,
+            writing=self._failover.hear,
+            began=self._failover.begin,
+            examine=self._examiner.put,
+            follow=self._coordinator_client.follow,
+            changed=self._wake,
+        )
+        return Operations(
             Parts(
                 state=self._state,
                 lazy_storage=lazy_storage,
@@ -144,20 +163,6 @@ class Keeper:
                 status=self._status,
             )
         )
-        self._state.callbacks = StateCallbacks(
-            report=self._coordinator_client.report,
-            push=self._trainers.push,
-            replicate=self._replicator.put,
-            writing=self._failover.hear,
-            began=self._failover.begin,
-            examine=self._examiner.put,
-            follow=self._coordinator_client.follow,
-            changed=self._wake,
-        )
-        place.socket.unlink(missing_ok=True)  # of a keeper that was killed; we hold the lock, so nobody listens there
-        self._door = open_door(options.network, place)
-        self._state.security = self._door.credentials if self._door else None
-        self._server = Server(place.socket, self, self._door)
 
     def observe(self, handler: Handler) -> None:
         """Calls `handler` for everything that happens here from now on."""
@@ -181,7 +186,7 @@ class Keeper:
         try:
             return MetricsPort(port, lambda: render([self._status()])) if port else None
         except OSError as error:
-            self._state.alarm("metrics", f"port {port} for metrics cannot be had: {error.strerror}")
+            self._state.alarms.warn("metrics", f"port {port} for metrics cannot be had: {error.strerror}")
             return None
 
     def stop(self) -> None:
@@ -217,7 +222,7 @@ class Keeper:
             connection.hello = hello
         else:
             raise KeeperError(f"{hello.role[:64]!r} is not a role")
-        place, (job_id, lineage) = self._options.place, self._state.descent()
+        place, (job_id, lineage) = self._options.place, descent(self._state)
         return Welcome(
             node=place.node,
             pid=os.getpid(),

@@ -22,7 +22,8 @@ from holdfast.keeper.rpc.caller import dial
 from holdfast.keeper.rpc.messages import AnyMessage, Bulk, Hello, Inventory, Ok, Seals
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.idle_windows import Turns, Windows
-from holdfast.keeper.slots.keeper_state import NodeState, greeting
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.node_report import greeting, inventory
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format.image import CHUNK_BYTES
 
@@ -228,11 +229,11 @@ class PeerRequests:
     def inventory(self, *, wide: bool) -> Inventory:
         """Return what this keeper holds; `wide`: and all that can be reached, asked side by side."""
         assembly = self._state.assembly
-        return self.survey(assembly, self._state.node) if wide and assembly is not None else self._state.inventory()
+        return self.survey(assembly, self._state.node) if wide and assembly is not None else inventory(self._state)
 
     def survey(self, assembly: messages.Assembly, node: int) -> Inventory:
         """Return what this keeper, which is `node`, and all others of the job hold."""
-        own = self._state.inventory()
+        own = inventory(self._state)
         found: dict[int, Inventory | HoldfastError] = {}
         others = [index for index in range(len(assembly.addresses)) if index != node]
         for at in range(0, len(others), MAX_AT_ONCE):
@@ -271,7 +272,7 @@ class PeerRequests:
         """A copy failed its digest: it is not offered any more. Another node's is passed on to it."""
         state, assembly = self._state, self._state.assembly
         if request.node == -1:
-            state.quarantined(request.version, request.bundle_id, "storage", request.reason)
+            state.alarms.quarantined(request.version, request.bundle_id, "storage", request.reason)
         elif request.node == state.node:
             state.condemn(request.version, request.bundle_id, request.reason)
         elif assembly is not None and 0 <= request.node < len(assembly.addresses):

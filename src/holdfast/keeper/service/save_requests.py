@@ -80,12 +80,14 @@ class SaveRequests:
         """Gives the slot if the guard allows; else notes why not."""
         state, request, rank = self._state, waiting.request, waiting.trainer.rank
         slots = [h for h in state.slot_pool.of_rank(rank) if not h.outgrown and h.slot.num_bytes >= request.num_bytes]
-        decision = state.need_ledger().begin(rank, request.version, [self._state.view(held) for held in slots])
+        decision = state.need_ledger().begin(rank, request.version, [self._state.guard.view(held) for held in slots])
         if decision.value is None and self._failover.yield_slots(rank):
-            decision = state.need_ledger().begin(rank, request.version, [self._state.view(held) for held in slots])
+            decision = state.need_ledger().begin(
+                rank, request.version, [self._state.guard.view(held) for held in slots]
+            )
         held = state.slot_pool.get(decision.value) if decision.value is not None else None
         if held is None:
-            kept = [str(slot.version) for slot in slots if state.awaits_replicas(slot)]
+            kept = [str(slot.version) for slot in slots if state.guard.awaits_replicas(slot)]
             why = f"; nothing newer than {kept[0]} has a second copy yet" if kept else ""
             waiting.reason = decision.reason + why
             return False
@@ -151,14 +153,14 @@ class SaveRequests:
             differing = self._state.need_ledger().compare(rank, version, request.spots) if request.spots else ""
             if differing:
                 held.clear()
-                self._state.alarm("ranks that should be equal", f"{version} is abandoned: {differing}")
+                self._state.alarms.warn("ranks that should be equal", f"{version} is abandoned: {differing}")
                 self._state.abandon(rank, version, differing)
                 return
             try:
                 self._sealer.put(held, version, request.images)
             except HoldfastError as error:
                 held.clear()
-                self._state.alarm(f"images of rank {rank}", f"{version} is abandoned: {error}")
+                self._state.alarms.warn(f"images of rank {rank}", f"{version} is abandoned: {error}")
                 self._state.abandon(rank, version, error.what)
 
     def persist(self, connection: Connection, request: messages.Persist) -> None:

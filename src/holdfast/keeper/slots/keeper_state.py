@@ -17,23 +17,22 @@ from dataclasses import dataclass, field, replace
 from holdfast.base.errors import Fenced, KeeperError, UsageError
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
 from holdfast.core.pipeline.idle_stats import Idle
-from holdfast.core.recovery.version_choice import MemoryCopy
-from holdfast.core.scheduling.step_agreement import Appointment
 from holdfast.core.versions.coordinator_board import OF_WRITING, Announcement, Kind
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger, Reports
 from holdfast.core.versions.replication_lag import ReplicationLag
-from holdfast.core.versions.slot_guard import SlotState, SlotView, reusable
-from holdfast.keeper.rpc.messages import KEEPER, Alarm, Appointed, Assembly, Hello, Inventory, Message, News, Progress
+from holdfast.core.versions.slot_guard import SlotState
+from holdfast.keeper.rpc.messages import Appointed, Assembly, Message, News, Progress
 from holdfast.keeper.rpc.paths import RuntimePaths
+from holdfast.keeper.slots.alarm_book import AlarmBook
+from holdfast.keeper.slots.overwrite_guard import OverwriteGuard
 from holdfast.keeper.slots.slot_pool import HeldSlot, SlotPool
 from holdfast.tiers.wire.frames import Security
 
 logger = logging.getLogger(__name__)
 
-# Bounds of what is remembered for the status page and for late comers.
+# A bound of what is remembered for the status page and for late comers.
 MAX_LEVELS = 64
-MAX_ALARMS = 64
 
 
 @dataclass(slots=True)
@@ -50,17 +49,8 @@ class StateCallbacks:
     changed: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Warned:
-    """An alarm and when it was last raised (monotonic seconds)."""
-
-    text: str
-    at_s: float
-    count: int
-
-
 @dataclass(slots=True)
-class _EarlierIncarnations:
+class EarlierIncarnations:
     """Holds what outlives an incarnation: needed to come back, and to answer questions."""
 
     tables: dict[Version, tuple[BundleRef, ...]] = field(default_factory=dict)
@@ -69,7 +59,13 @@ class _EarlierIncarnations:
 
 
 class NodeState:
-    """The keeper's state. `lock` is the one lock; the desks take it too when they combine several questions."""
+    """The keeper's state. `lock` is the one lock; the desks take it too when they combine several questions.
+
+    Attributes:
+        guard: says which slots may be overwritten.
+        alarms: what an operator should know.
+        past: what outlives an incarnation.
+    """
 
     def __init__(self, place: RuntimePaths, slot_pool: SlotPool) -> None:
         self.lock = threading.RLock()
@@ -82,64 +78,18 @@ class NodeState:
         self.finished: set[int] = set()
         self.cadences: dict[int, str] = {}  # how often a rank found it can save, in words
         self.idle: dict[int, Idle] = {}  # what a rank of a pipeline measured of its waits
-        self._patience = ReplicationLag()
-        self.alarms: OrderedDict[str, Warned] = OrderedDict()
         self.callbacks: StateCallbacks
+        self.alarms = AlarmBook(self.lock, lambda key, message: self.callbacks.push(key, message))  # noqa: PLW0108 - they are set later
+        self.guard = OverwriteGuard(lambda: self.ledger, self.alarms, self._give_up)
         self.security: Security | None = None
-        self._past = _EarlierIncarnations()
-        self._resumed: Version | None = None
-        self._is_resumed = False
+        self.past = EarlierIncarnations()
+        self.resumed: Version | None = None  # what the incarnation resumed from, once it has
+        self.is_resumed = False
 
     @property
     def incarnation(self) -> int:
         """The highest incarnation assembled here; 0 if none."""
         return self.assembly.incarnation if self.assembly else 0
-
-    def descent(self) -> tuple[str, tuple[tuple[int, Version | None], ...]]:
-        """The job's id, and what its incarnations resumed from, the present one included once it has."""
-        with self.lock:
-            if self.assembly is None:
-                return "", ()
-            own = ((self.assembly.incarnation, self._resumed),) if self._is_resumed else ()
-            return self.assembly.job_id, (*self.assembly.lineage, *own)
-
-    @property
-    def resumed(self) -> Version | None:
-        """Return what the incarnation resumed from."""
-        return self._resumed
-
-    def view(self, held: HeldSlot) -> SlotView:
-        """A slot as the overwrite guard is to see it: pinned, while the loss of a node would need its version."""
-        if held.preloaded or not self.awaits_replicas(held):
-            return held.view
-        return replace(held.view, pins=held.view.pins + 1)
-
-    def is_free(self, held: HeldSlot) -> bool:
-        """Return whether the guard lets a slot be overwritten."""
-        return self.ledger is not None and reusable(self.view(held), self.ledger.knowledge).value
-
-    def awaits_replicas(self, held: HeldSlot) -> bool:
-        """Return whether nothing newer than its version is known to be in two nodes, in a job that has two."""
-        # Seen as the guard sees it: what all failed its digest is worth nothing and must not lock a slot.
-        ledger, version = self.ledger, held.view.version
-        if ledger is None or version is None or len(ledger.topology.nodes) < 2 or not ledger.awaits_copies(version):
-            return False
-        if self._patience.lasts(time.monotonic()):
-            return True
-        self.alarm(
-            "replication",
-            f"{ledger.knowledge.captured} has no second copy after {self._patience.limit_s:.0f} s; until replication "
-            "catches up the loss of a node may cost everything since the last durable version",
-        )
-        return not self.may_drop(version)
-
-    def may_drop(self, version: Version) -> bool:
-        """Return whether copies that are awaited may be overwritten; the coordinator is asked the first time."""
-        decision = self.need_ledger().give_up_copies(version)
-        if decision.reason:
-            logger.info("%s: its copies here are to count no more", decision.reason)
-            self.callbacks.report(Reports(dropped=(version,)))
-        return decision.value
 
     def need_ledger(self) -> NodeLedger:
         """The ledger.
@@ -150,6 +100,9 @@ class NodeState:
         if self.ledger is None:
             raise UsageError("the job has not come together on this node", remedy="call assemble first")
         return self.ledger
+
+    def _give_up(self, version: Version) -> None:
+        self.callbacks.report(Reports(dropped=(version,)))
 
     def changed(self) -> None:
         """Something that somebody may wait for; for those that do not hold the lock."""
@@ -183,8 +136,8 @@ class NodeState:
             lineage=Lineage(dict(assembly.lineage)),
         )
         self.layouts, self.finished = {}, set()
-        self._resumed, self._is_resumed = None, False
-        self._patience.since_s = None
+        self.resumed, self.is_resumed = None, False
+        self.guard.lag.since_s = None
         for held in self.slot_pool:
             held.outgrown |= not held.replica and held.rank not in self.ledger.ranks
             if held.state is SlotState.WRITING and not held.pins:
@@ -199,7 +152,7 @@ class NodeState:
         with self.lock:
             self.node, self.assembly, self.ledger = -1, None, None
             self.layouts, self.finished = {}, set()
-            self._resumed, self._is_resumed = None, False
+            self.resumed, self.is_resumed = None, False
             self.callbacks.began()
 
     def forget_job(self) -> None:
@@ -207,10 +160,10 @@ class NodeState:
         with self.lock:
             for held in self.slot_pool:
                 self.slot_pool.drop(held)
-            self.alarms.clear()
+            self.alarms.raised.clear()
             self.cadences.clear()
             self.idle.clear()
-            self._past, self._patience = _EarlierIncarnations(), ReplicationLag()
+            self.past, self.guard.lag = EarlierIncarnations(), ReplicationLag()
 
     def resume(self, incarnation: int, version: Version | None, table: tuple[BundleRef, ...] = ()) -> None:
         """All ranks loaded `version`; saving may begin. Of its `table` a keeper that came later has heard from nobody else."""
@@ -218,15 +171,15 @@ class NodeState:
             ledger = self.need_ledger()
             if incarnation != ledger.incarnation:
                 raise Fenced(f"incarnation {incarnation} is over; {ledger.incarnation} has begun")
-            if self._is_resumed and version != self._resumed:
-                raise KeeperError(f"ranks disagree about what to resume from: {self._resumed} and {version}")
-            if not self._is_resumed:
-                self._resumed, self._is_resumed = version, True
+            if self.is_resumed and version != self.resumed:
+                raise KeeperError(f"ranks disagree about what to resume from: {self.resumed} and {version}")
+            if not self.is_resumed:
+                self.resumed, self.is_resumed = version, True
                 ledger.resume(version)
                 if version is not None and table:
-                    self._past.tables.setdefault(version, table)
+                    self.past.tables.setdefault(version, table)
                 self._feed()
-                self.slot_pool.collect(self.is_free)
+                self.slot_pool.collect(self.guard.is_free)
                 self.callbacks.changed()
 
     def register(self, layout: RankLayout, shared: tuple[str, ...] = ()) -> None:
@@ -253,7 +206,7 @@ class NodeState:
     def _feed(self) -> None:
         """Sealed slots of this incarnation that the ledger does not know: they came from a keeper that died."""
         ledger = self.ledger
-        if ledger is None or not self._is_resumed:
+        if ledger is None or not self.is_resumed:
             return
         own = [held for held in self.slot_pool.sealed() if not held.replica and held.layout]
         for held in sorted(own, key=lambda held: held.version or Version(0, 0)):
@@ -317,28 +270,30 @@ class NodeState:
             if not ledger.told(told):
                 return
             if told.kind is Kind.SUSPECT:
-                self._past.suspects[told.version] = told.reason
+                self.past.suspects[told.version] = told.reason
                 self.callbacks.examine(told.version, told.bundle)
-                self.alarm(f"twins {told.version}", f"twins differ in {told.version}: {told.reason}; not used again")
+                self.alarms.warn(
+                    f"twins {told.version}", f"twins differ in {told.version}: {told.reason}; not used again"
+                )
             self._publish(told.version)
             if told.kind is Kind.CAPTURED:
-                self._patience.captured(time.monotonic())
+                self.guard.lag.captured(time.monotonic())
                 self._captured(told)
             if told.kind is Kind.REPLICATED:
                 newest = ledger.knowledge.captured == ledger.newest(Level.REPLICATED)
-                self._patience.replicated(time.monotonic(), newest=newest)
-                self.calm("replication")
+                self.guard.lag.replicated(time.monotonic(), newest=newest)
+                self.alarms.calm("replication")
             if told.kind in (Kind.PERSIST, Kind.DURABLE):
                 self.callbacks.writing(told)
-            self.slot_pool.collect(self.is_free)
+            self.slot_pool.collect(self.guard.is_free)
             self.callbacks.changed()
 
     def _captured(self, told: Announcement) -> None:
         bundles = self.need_ledger().bundles_of(told.version)
         kept = {held.version for held in self.slot_pool} | {told.version}
-        self._past.tables = {v: t for v, t in self._past.tables.items() if v in kept}
-        self._past.suspects = {v: why for v, why in self._past.suspects.items() if v in kept}
-        self._past.tables[told.version] = bundles.refs
+        self.past.tables = {v: t for v, t in self.past.tables.items() if v in kept}
+        self.past.suspects = {v: why for v, why in self.past.suspects.items() if v in kept}
+        self.past.tables[told.version] = bundles.refs
         sources = {rank for _, rank, _ in bundles.to_replicate}
         for held in self.slot_pool:  # replicas that somebody else keeps by now
             held.outgrown |= held.replica and held.rank not in sources
@@ -351,18 +306,13 @@ class NodeState:
             for held in self.slot_pool.sealed():
                 if held.version == version and bundle_id in held.images and only in (None, held):
                     held.condemned.add(bundle_id)
-            self.quarantined(version, bundle_id, f"node {self.place.node}", reason)
-
-    def quarantined(self, version: Version, bundle_id: str, place: str, reason: str) -> None:
-        """Raises the alarm that a copy of a bundle is used no more; `place` is a node or storage."""
-        text = f"{place}: the copy of bundle {bundle_id} of {version} is not used: {reason}"
-        self.alarm(f"quarantine {version} {bundle_id} {place}", text)
+            self.alarms.quarantined(version, bundle_id, f"node {self.place.node}", reason)
 
     def unpin(self, held: HeldSlot, why: str) -> None:
         """An activity no longer needs the slot's bytes."""
         with self.lock:
             held.unpin(why)
-            self.slot_pool.collect(self.is_free)
+            self.slot_pool.collect(self.guard.is_free)
             self.callbacks.changed()
 
     def replicated(self, version: Version, bundle_ids: Iterable[str]) -> None:
@@ -388,62 +338,21 @@ class NodeState:
             if message.incarnation == self.incarnation:
                 self.callbacks.push(f"appointment {message.appointment.purpose.value}", message)
 
-    def appoint(self, appointment: Appointment) -> Appointed:
-        """The message that carries an appointment of this incarnation."""
-        return Appointed(incarnation=self.incarnation, appointment=appointment)
-
     # --- telling
-
-    def alarm(self, key: str, text: str) -> None:
-        """Something an operator should know; repetitions of a key are counted, not piled up, nor logged."""
-        with self.lock:
-            before = self.alarms.pop(key, None)
-            self.alarms[key] = Warned(text, time.monotonic(), before.count + 1 if before else 1)
-            while len(self.alarms) > MAX_ALARMS:
-                self.alarms.popitem(last=False)
-            if before is None or before.text != text:
-                logger.warning("%s: %s", key, text)
-                self.callbacks.push(f"alarm {key}", Alarm(key=key, text=text))
-
-    def calm(self, key: str) -> None:
-        """End an alarm: what it was about is over."""
-        with self.lock:
-            self.alarms.pop(key, None)
 
     def progress(self) -> list[Progress]:
         """The level of every version that is remembered, for a client that just came."""
         with self.lock:
-            return list(self._past.levels.values())
+            return list(self.past.levels.values())
 
     def _publish(self, version: Version) -> None:
         reached, reason, abandoned = self.need_ledger().standing(version)
         message = Progress(version=version, reached=tuple(sorted(reached)), reason=reason, abandoned=abandoned)
-        self._past.levels[version] = message
-        self._past.levels.move_to_end(version)
-        while len(self._past.levels) > MAX_LEVELS:
-            self._past.levels.popitem(last=False)
+        self.past.levels[version] = message
+        self.past.levels.move_to_end(version)
+        while len(self.past.levels) > MAX_LEVELS:
+            self.past.levels.popitem(last=False)
         self.callbacks.push(f"progress {version}", message)
-
-    def inventory(self) -> Inventory:
-        """Return what this keeper holds, of whichever incarnation."""
-        with self.lock:
-            copies = [
-                MemoryCopy(
-                    held.version, self.node, None if held.replica else held.rank, _short(place.seal), held.preloaded
-                )
-                for held in self.slot_pool.sealed()
-                if held.version is not None
-                for bundle_id, place in held.images.items()
-                if bundle_id not in held.condemned
-            ]
-            levels = {version: max(told.reached) for version, told in self._past.levels.items() if told.reached}
-            return Inventory(
-                copies=tuple(copies),
-                tables=tuple(self._past.tables.items()),
-                suspects=tuple(self._past.suspects.items()),
-                levels=tuple(levels.items()),
-                reachable=(self.node,),
-            )
 
     def awaits_commit(self) -> bool:
         """Return whether something of this node is due for storage and not committed yet: a slot, or a part it wrote."""
@@ -456,27 +365,7 @@ class NodeState:
             open_ = [v for v in due if v.incarnation == self.incarnation and (durable is None or v > durable)]
             return any(not self.ledger.standing(version)[2] for version in open_)
 
-    def whole_report(self) -> Reports:
-        """All that a new coordinator needs from this node."""
-        with self.lock:
-            return self.need_ledger().reports()
-
-
-def greeting(state: NodeState, assembly: Assembly) -> Hello:
-    """Return how this keeper introduces itself to others of its job."""
-    return Hello(
-        job=state.place.job,
-        role=KEEPER,
-        node=state.node,
-        incarnation=assembly.incarnation,
-        job_id=assembly.job_id,
-    )
-
 
 def _report_seals(held: HeldSlot) -> tuple[Seal, ...]:
     """The coordinator compares digests of images; those of chunks would only make the report long."""
-    return tuple(_short(place.seal) for place in held.images.values())
-
-
-def _short(seal: Seal) -> Seal:
-    return Seal(seal.bundle_id, seal.length, seal.digest)
+    return tuple(replace(place.seal, chunk_digests=()) for place in held.images.values())

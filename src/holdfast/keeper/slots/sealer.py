@@ -52,7 +52,7 @@ class Sealer:
         self._worker: Worker[_Job] = Worker(
             "holdfast sealer",
             self._seal,
-            lambda text: state.alarm("sealer", text),
+            lambda text: state.alarms.warn("sealer", text),
             on_idle=state.changed,
             niceness=0,  # it takes milliseconds, and the next save may wait for the level
         )

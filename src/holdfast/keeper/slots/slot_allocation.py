@@ -102,8 +102,8 @@ class SlotAllocator:
             if fault is None:
                 logger.info("a slot of rank %d: %d bytes in %.2f s", held.rank, size, seconds)
             else:
-                state.alarm(f"memory of rank {held.rank}", f"a slot of {size} bytes is not to be had: {fault}")
-            state.slot_pool.collect(state.is_free)
+                state.alarms.warn(f"memory of rank {held.rank}", f"a slot of {size} bytes is not to be had: {fault}")
+            state.slot_pool.collect(state.guard.is_free)
             for waiting in tuple(self._waiting):
                 if waiting.trainer.rank == held.rank:
                     self._settle(waiting, fault)
@@ -153,7 +153,7 @@ class SlotAllocator:
         slot_pool.with_room(lambda: slot_pool.budget.check(needed, f"reserving {missing} slots for rank {rank}"))
         for held in small:
             held.outgrown = True
-        slot_pool.collect(self._state.is_free)
+        slot_pool.collect(self._state.guard.is_free)
         return missing
 
     def adopt(self, connection: Connection, request: messages.Adopt, fds: list[int]) -> Answer:
@@ -195,6 +195,6 @@ class SlotAllocator:
                 view = slot.view[image.offset : image.offset + image.seal.length]
                 image_format.verify(view, image.seal, f"slot of rank {rank}, {header.version}")
         except HoldfastError as error:
-            self._state.alarm(f"adopted slot of rank {rank}", f"a slot was not adopted: {error}")
+            self._state.alarms.warn(f"adopted slot of rank {rank}", f"a slot was not adopted: {error}")
             return None
         return header

@@ -34,7 +34,7 @@ class TwinExaminer:
     def __init__(self, state: NodeState) -> None:
         self._state = state
         self._worker: Worker[_Job] = Worker(
-            "holdfast examiner", self._examine, lambda text: state.alarm("examiner", text), on_idle=state.changed
+            "holdfast examiner", self._examine, lambda text: state.alarms.warn("examiner", text), on_idle=state.changed
         )
 
     def put(self, version: Version, bundle_id: str) -> None:
@@ -67,7 +67,9 @@ class TwinExaminer:
             entries = [*image.entries, *([image.values] if image.values is not None else [])]
             digests = tuple((e.name, image_format.chunk_digest(view[e.start : e.end])) for e in entries[:MAX_ENTRIES])
         except HoldfastError as error:
-            state.alarm("examiner", f"the copy of bundle {job.bundle_id} of {job.version} cannot be read: {error}")
+            state.alarms.warn(
+                "examiner", f"the copy of bundle {job.bundle_id} of {job.version} cannot be read: {error}"
+            )
             return
         finally:
             state.unpin(held, _PIN)

@@ -40,12 +40,12 @@ class RetentionRunner:
 
         def permit() -> None:
             storage.require_job(assembly.job_id)
-            if storage.highest_incarnation() > assembly.incarnation:
+            if storage.incarnations.highest() > assembly.incarnation:
                 raise Fenced("a newer incarnation runs; this one removes nothing any more", where=storage.where)
 
         permit()
-        storage.break_holds(assembly.incarnation)
-        marked = storage.pins() | set(storage.held())
+        storage.marks.break_holds(assembly.incarnation)
+        marked = storage.marks.pins() | set(storage.marks.held())
         protected = marked | self._keep_by_time(storage, version, assembly.keep_every_s)
         old, unfinished = self._look(storage, version, assembly, protected, resumed_from)
         halves = [half for half in unfinished if half.incarnation < assembly.incarnation]
@@ -62,7 +62,7 @@ class RetentionRunner:
                 else:
                     self._events.emit("node.retired", version=str(one))
         permit()
-        storage.sweep(assembly.incarnation)
+        storage.incarnations.sweep(assembly.incarnation)
         if faults:
             raise faults[0]
 
@@ -102,5 +102,5 @@ class RetentionRunner:
         now = time.monotonic()
         if self._kept_s is None or now - self._kept_s >= every_s:
             self._kept_s = now
-            storage.keep(version)
-        return storage.kept()
+            storage.marks.keep(version)
+        return storage.marks.kept()

@@ -113,7 +113,10 @@ class Persister:
         self._activities = activities
         self._failover = failover
         self._worker: Worker[WriteAttempt] = Worker(
-            "holdfast persister", self._persist, lambda text: state.alarm("persister", text), on_idle=state.changed
+            "holdfast persister",
+            self._persist,
+            lambda text: state.alarms.warn("persister", text),
+            on_idle=state.changed,
         )
         self._again = _RetryState()
         self._writing: WriteAttempt | None = None
@@ -156,8 +159,8 @@ class Persister:
         try:
             with self._events.span("node.persisted", version=str(order.version), term=order.term) as facts:
                 facts["size_bytes"] = self._write(writing)
-            state.calm("storage")
-            state.calm("unserviceable")
+            state.alarms.calm("storage")
+            state.alarms.calm("unserviceable")
             with state.lock:
                 self._again.succeeded()
         except HoldfastError as error:
@@ -169,12 +172,12 @@ class Persister:
 
     def _failed(self, order: Order, error: HoldfastError) -> None:
         state = self._state
-        state.alarm("storage", f"{order.version} is not durable: {error}")
+        state.alarms.warn("storage", f"{order.version} is not durable: {error}")
         with state.lock:
             self._failover.failed(order, error.what)
             hopeless = self._again.failed(order, error)
         if hopeless:
-            state.alarm(
+            state.alarms.warn(
                 "unserviceable",
                 f"storage is unserviceable: {MAX_TRIES} attempts failed, the last with: {error.what}; training and the "
                 f"levels in memory go on, storage is tried every {MAX_PAUSE_S:.0f} s and with every new version",
@@ -223,7 +226,7 @@ class Persister:
                 held, place = places[ref.bundle_id]
                 view = held.slot.view[place.offset : place.offset + place.seal.length]
                 try:
-                    files.append(storage.write_bundle(version, ref, place.seal, view, stamp=stamp, progress=progress))
+                    files.append(storage.bundles.write(version, ref, place.seal, view, stamp=stamp, progress=progress))
                 except CorruptError as error:
                     self._condemn_if_bad(version, held, place, error.what)
                     raise
@@ -283,7 +286,7 @@ class Committer:
         self._lazy_storage = lazy_storage
         self._events = events
         self._worker: Worker[CommitJob] = Worker(
-            "holdfast committer", self._commit, lambda text: state.alarm("committer", text), on_idle=state.changed
+            "holdfast committer", self._commit, lambda text: state.alarms.warn("committer", text), on_idle=state.changed
         )
         self._retirement = RetentionRunner(events)
         self._again = _RetryState()
@@ -328,7 +331,7 @@ class Committer:
             with self._events.span("node.committed", version=str(version)):
                 storage.commit(manifest, stamp=make_stamp(version.incarnation), lineage=dict(job.assembly.lineage))
         except HoldfastError as error:
-            self._state.alarm("storage", f"{version} is not durable: {error}")
+            self._state.alarms.warn("storage", f"{version} is not durable: {error}")
             job.done(version, False)
             with self._state.lock:
                 self._again.failed(Order(version, (), 0, "commit"), error)
@@ -336,7 +339,7 @@ class Committer:
         with self._state.lock:
             self._again.succeeded()
         logger.info("%s is durable", version)
-        self._state.calm("storage")
+        self._state.alarms.calm("storage")
         job.done(version, True)
         self._retire(storage, job)
 
@@ -344,8 +347,8 @@ class Committer:
         """Old versions go only after a newer commit. A failure here costs space, nothing else."""
         try:
             self._retirement.after(storage, job.order.version, job.assembly, job.resumed_from)
-            self._state.calm("retention")
+            self._state.alarms.calm("retention")
         except Fenced as error:  # the newer incarnation applies it after its own commits: nobody has to do anything
             logger.info("retention is left to the incarnation that runs now: %s", error.what)
         except HoldfastError as error:
-            self._state.alarm("retention", f"an old version was not removed: {error}")
+            self._state.alarms.warn("retention", f"an old version was not removed: {error}")

@@ -15,13 +15,14 @@ from holdfast.keeper.slots.sealer import Sealer
 from holdfast.testing.drill.shared import Ground, Setup, enter
 from holdfast.tiers.memory import slots
 from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.stored_bundles import StoredBundles
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
 PHASES = {
     "seal": ((Sealer, "_seal"),),
-    "persist": ((Storage, "write_bundle"), (Storage, "write_part")),
+    "persist": ((StoredBundles, "write"), (Storage, "write_part")),
     "commit": ((Storage, "commit"),),
     "retention": ((Storage, "retire"),),
 }
@@ -75,8 +76,8 @@ def _try(storage: Storage, source: Version, version: Version) -> None:
         known = storage.manifest(source)
         for file in known.bundles:
             image = bytearray(file.length)
-            storage.read_bundle_into(source, file, memoryview(image))
-            storage.write_bundle(version, file.ref, file.seal, memoryview(image), stamp=stamp)
+            storage.bundles.read_into(source, file, memoryview(image))
+            storage.bundles.write(version, file.ref, file.seal, memoryview(image), stamp=stamp)
         part = storage.write_part(version, 0, known.bundles, stamp=stamp)
         name, length, digest = part
         manifest = replace(known, version=version, layout="of nobody", parts={name: (length, digest)}, bundles=())

@@ -301,7 +301,7 @@ class Job:
 
     def _load(self, timeout_s: float) -> tuple[list[Trainer], list[Resumed]]:
         rig = self.rig
-        rig.incarnation = rig.storage.register_incarnation()  # recorded only when all have loaded
+        rig.incarnation = rig.storage.incarnations.register()  # recorded only when all have loaded
         back = [rig.trainer(rank) for rank in range(rig.topology.world_size)]
         try:
             assembly = rig.assembly()
@@ -358,7 +358,7 @@ class Job:
     def _go_on(self, life: Life, trainers: list[Trainer]) -> None:
         """Training goes on: every level is reached again, and the past has no say."""
         rig = self.rig
-        rig.storage.record_resumed(rig.incarnation, self.back)
+        rig.storage.incarnations.record_resumed(rig.incarnation, self.back)
         for trainer in trainers:
             trainer.client.resume(rig.incarnation, self.back)
         version = save_all(trainers, 100, durable=True)

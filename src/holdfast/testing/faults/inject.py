@@ -42,6 +42,7 @@ from holdfast.keeper.storage import writer
 from holdfast.keeper.storage.writer import Persister
 from holdfast.testing.drill.shared import die_with
 from holdfast.tiers.memory import memory_pages
+from holdfast.tiers.storage.stored_bundles import StoredBundles
 from holdfast.tiers.storage.version_store import Storage
 from holdfast.tiers.wire import frames
 from holdfast.tiers.wire.frames import Channel
@@ -59,7 +60,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "seal": (Sealer, "_seal"),
     "send": (PeerRequests, "pull"),
     "receive": (Replicator, "_pull_rank"),
-    "persist": (Storage, "write_bundle"),
+    "persist": (StoredBundles, "write"),
     "part": (Storage, "write_part"),
     "commit": (Storage, "commit"),
     "retire": (Storage, "retire"),
@@ -106,15 +107,15 @@ class Wounds:
         self._open_wire()
 
     def _open_way(self) -> None:
-        real = Storage.write_bundle
+        real = StoredBundles.write
 
-        def write_bundle(storage: Storage, version: Any, ref: Any, seal: Any, view: memoryview, **more: Any) -> Any:
+        def write(bundles: StoredBundles, version: Any, ref: Any, seal: Any, view: memoryview, **more: Any) -> Any:
             if self._line() == "flip@persist":
                 view = memoryview(bytearray(view))
                 view[len(view) // 2] ^= 0x10
-            return real(storage, version, ref, seal, view, **more)
+            return real(bundles, version, ref, seal, view, **more)
 
-        setattr(Storage, "write_bundle", write_bundle)  # noqa: B010
+        setattr(StoredBundles, "write", write)  # noqa: B010
 
     def _open_takeover(self) -> None:
         real = Persister._write_parts

@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _do(trainer: Trainer, what: dict[str, Any], seen: set[Version]) -> dict[str, Any]:
     if "levels" in what:
-        known = {version: trainer.client.known(version) for version in seen}
+        known = {version: trainer.client.announced.known(version) for version in seen}
         return {str(v): (sorted(told.reached), told.abandoned) for v, told in known.items() if told is not None}
     step, strike = what["step"], what["strike"]
     seen.add(trainer.version(step))

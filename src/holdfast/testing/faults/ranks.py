@@ -27,7 +27,7 @@ class Here:
 
     def standing(self, version: Version) -> tuple[frozenset[Level], bool] | None:
         """Levels that it heard of, and whether the version is abandoned; None if it or its keeper is gone."""
-        known = self.trainer.client.known(version)
+        known = self.trainer.client.announced.known(version)
         if known is None:
             return (frozenset(), False) if self.trainer.client.alive else None
         settled = known.abandoned or Level.DURABLE in known.reached
@@ -35,7 +35,7 @@ class Here:
 
     def told(self, version: Version) -> frozenset[Level]:
         """Levels that were named to it, whoever lives by now."""
-        known = self.trainer.client.known(version)
+        known = self.trainer.client.announced.known(version)
         return known.reached if known else frozenset()
 
     def wake(self) -> None:

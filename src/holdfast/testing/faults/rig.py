@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from holdfast.elastic.watchdog.proc_stats import state
 from holdfast.keeper.rpc.client import Assembly, ImageSpan, KeeperClient, Slot
 from holdfast.keeper.rpc.paths import RuntimePaths, place_of
 from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.keeper.rpc.viewer import KeeperViewer
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.storage.version_store import open_storage
@@ -143,25 +144,25 @@ class Rig:
 
     def pid_of(self, place: RuntimePaths) -> int:
         """Process id of the keeper there."""
-        viewer = KeeperClient.connect(place.socket, job=place.job)
+        viewer = KeeperViewer.connect(place.socket, job=place.job)
         try:
-            return viewer.pid
+            return viewer.welcome.pid
         finally:
             viewer.close()
 
     def address(self, node: int) -> str:
         """Return where other nodes find the keeper."""
         place = self.keeper(node)
-        viewer = KeeperClient.connect(place.socket, job=place.job)
+        viewer = KeeperViewer.connect(place.socket, job=place.job)
         try:
-            return viewer.address
+            return viewer.welcome.address
         finally:
             viewer.close()
 
     def status(self, node: int) -> dict[str, Any]:
         """The status page of the node's keeper."""
         place = self.keeper(node)
-        viewer = KeeperClient.connect(place.socket, job=place.job)
+        viewer = KeeperViewer.connect(place.socket, job=place.job)
         try:
             return viewer.status()
         finally:
@@ -173,7 +174,7 @@ class Rig:
         for node, label in enumerate(self.labels):
             place = place_of(self.root, self.config_of(node))
             try:
-                with contextlib.closing(KeeperClient.connect(place.socket, job=place.job)) as viewer:
+                with contextlib.closing(KeeperViewer.connect(place.socket, job=place.job)) as viewer:
                     kept = viewer.status()["replicas"]
             except HoldfastError as error:
                 found.append(f"{label}: {error.what}")
@@ -186,19 +187,14 @@ class Rig:
 
     def next_incarnation(self, resumed: Version | None = None) -> int:
         """A new incarnation that resumes from `resumed`."""
-        self.incarnation = self.storage.register_incarnation()
-        self.storage.record_resumed(self.incarnation, resumed)
+        self.incarnation = self.storage.incarnations.register()
+        self.storage.incarnations.record_resumed(self.incarnation, resumed)
         self.resumed = resumed
-        return self.incarnation
-
-    def next_incarnation_open(self) -> int:
-        """A new incarnation; what it resumes from is not known yet."""
-        self.incarnation = self.storage.register_incarnation()
         return self.incarnation
 
     def assembly(self) -> Assembly:
         """Return what the ranks tell their keepers."""
-        lineage = tuple((n, v) for n, v in self.storage.lineage().items() if n < self.incarnation)
+        lineage = tuple((n, v) for n, v in self.storage.incarnations.lineage().items() if n < self.incarnation)
         addresses = tuple(self.address(node) for node in range(len(self.labels)))
         return Assembly(self.incarnation, self.root, self.job_id, self.topology, addresses, lineage=lineage)
 
@@ -313,7 +309,7 @@ def reached(trainers: Sequence[Trainer], version: Version, level: Level, timeout
     """Waits until every rank heard that `version` reached `level`; else says which node keeps its copies of whom."""
     for trainer in trainers:
         try:
-            heard = trainer.client.wait(version, level, timeout_s)
+            heard = trainer.client.announced.wait(version, level, timeout_s)
         except LevelNotReached as error:
             raise LevelNotReached(f"rank {trainer.rank}: {error.what}; {trainer.rig.replicas(version)}") from error
         if heard < level:
@@ -336,22 +332,3 @@ def image_of(bundle: Bundle, step: int, salt: int = 0) -> bytes:
     plan = image_format.plan_image(bundle, 0)
     seed = sum(bundle.bundle_id.encode()) + step + salt
     return plan.header + bytes([seed % 251]) * (plan.length - len(plan.header))
-
-
-def eventually(check: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    """Polls a fact that only shows from outside (a file, a process, a status page) until it holds."""
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        if time.monotonic() >= deadline:
-            raise AssertionError("it did not happen in time")
-        time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def rig_in(base: Path, **options: Any) -> Iterator[Rig]:
-    """A rig whose processes end with the block."""
-    rig = Rig(base, **options)
-    try:
-        yield rig
-    finally:
-        rig.close()

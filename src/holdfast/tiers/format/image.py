@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from holdfast.base.errors import CorruptError, UsageError
-from holdfast.core.model import DTYPE_BYTES, NAME_PATTERN, Bundle, Piece, Seal
+from holdfast.core.model import DTYPE_BYTES, NAME_PATTERN, Bundle, Extent, Piece, Seal
 from holdfast.tiers.format import strict_json
 
 ALIGN = 4096
@@ -115,6 +115,11 @@ class Entry:
     offsets: tuple[int, ...]
     start: int
     end: int
+
+    @property
+    def extent(self) -> Extent:
+        """Its box in the whole tensor."""
+        return Extent(self.offsets, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.format.strict_json import parse_loose
 from holdfast.tiers.memory.processes import has_ended, machine_id, start_time
 from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.run_lock import PREDECESSOR_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class LeaseLock:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def take(self, run_id: str, *, timeout_s: float) -> None:
+    def take(self, run_id: str, *, timeout_s: float = PREDECESSOR_TIMEOUT_S) -> None:
         """Takes the lock, or finds that this user has it; waits for a predecessor that shows no sign of life.
 
         Args:

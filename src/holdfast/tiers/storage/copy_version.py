@@ -41,12 +41,12 @@ def duplicate(source: Storage, target: Storage, version: Version, progress: Call
     moved(0)
     for file in manifest.bundles:
         view = memoryview(bytearray(file.length))
-        source.read_bundle_into(version, file, view, moved)
+        source.bundles.read_into(version, file, view, moved)
         image_format.verify(view, file.seal, f"{source.where}/{version}/{file.file}")
-        files.append(target.write_bundle(version, file.ref, file.seal, view, stamp=stamp))
+        files.append(target.bundles.write(version, file.ref, file.seal, view, stamp=stamp))
         moved(file.length)
     # One part is enough here: one writer, one line.
     name, length, digest = target.write_part(version, 0, files, stamp=stamp)
     copied = dataclasses.replace(manifest, job_id=job_id, parts={name: (length, digest)}, bundles=())
     # Incarnations of which no version was copied are links of the chain all the same.
-    target.commit(copied, stamp=stamp, lineage=source.lineage())
+    target.commit(copied, stamp=stamp, lineage=source.incarnations.lineage())

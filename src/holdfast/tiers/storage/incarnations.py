@@ -3,7 +3,7 @@
 A root belongs to one job for ever. An incarnation is registered by creating its file once, which fences every lower
 one; what it resumed from is recorded once, before training goes on. These few small files are all that decides which
 versions are dead lineage. Beside them stands which wish of an operator (`--from-version`) was fulfilled, so that it is once.
-Called by `storage`, which is the front of all this.
+`Storage.incarnations` is the front of all this.
 """
 
 from __future__ import annotations
@@ -102,160 +102,162 @@ def claim_job(backend: Backend) -> str:
     return read_job(backend)
 
 
-def register(backend: Backend, *, above: int = 0) -> int:
-    """Takes the next free incarnation. From then on everything of a lower one is dead.
+class Incarnations:
+    """The incarnations that were registered under one root, and what they resumed from.
 
     Args:
-        backend: where.
-        above: the highest that somebody has seen which may not be registered; see `enlist`.
-
-    Raises:
-        StorageError: the highest number there can be is taken; a still higher one would fence nobody.
+        backend: where their records lie.
     """
-    number = max(highest(backend), above) + 1
-    while True:
-        if number > MAX_INCARNATION:
-            raise StorageError(
-                f"incarnation {MAX_INCARNATION} is taken, and there is no higher one",
-                where=f"{backend.properties.where}/{INCARNATIONS}",
-                remedy="somebody wrote that number by hand: remove its record or version, or take a new directory",
-            )
-        data = encode_record(_Incarnation(incarnation=number))
-        try:
-            if backend.create(f"{INCARNATIONS}/{number:06d}.json", data, stamp=make_stamp(number)):
-                return number
-        except Fenced:
-            logger.warning("the registration of incarnation %d is damaged; the next one is taken", number)
-        number += 1  # someone else has it
 
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
 
-def highest(backend: Backend) -> int:
-    """Returns the highest incarnation that was ever registered, or that made a version which is there; 0 if none was.
+    def register(self, *, above: int = 0) -> int:
+        """Takes the next free incarnation. From then on everything of a lower one is dead.
 
-    Whoever copied the versions without the records would else begin below them, and go back to them at every restart.
-    """
-    matches = (_REGISTERED.match(name) for name, _ in backend.listing(INCARNATIONS))
-    made = (Version.parse(name.rstrip("/")) for name, _ in backend.listing(""))
-    numbers = [*(int(match[1]) for match in matches if match), *(one.incarnation for one in made if one is not None)]
-    return max(numbers, default=0)
+        Args:
+            above: the highest that somebody has seen which may not be registered; see `enlist`.
 
+        Raises:
+            StorageError: the highest number there can be is taken; a still higher one would fence nobody.
+        """
+        number = max(self.highest(), above) + 1
+        while True:
+            if number > MAX_INCARNATION:
+                raise StorageError(
+                    f"incarnation {MAX_INCARNATION} is taken, and there is no higher one",
+                    where=f"{self._backend.properties.where}/{INCARNATIONS}",
+                    remedy="somebody wrote that number by hand: remove its record or version, or take a new directory",
+                )
+            data = encode_record(_Incarnation(incarnation=number))
+            try:
+                if self._backend.create(f"{INCARNATIONS}/{number:06d}.json", data, stamp=make_stamp(number)):
+                    return number
+            except Fenced:
+                logger.warning("the registration of incarnation %d is damaged; the next one is taken", number)
+            number += 1  # someone else has it
 
-def enlist(
-    backend: Backend, incarnation: int, resumed: Version | None, before: Mapping[int, Version | None] = NOTHING
-) -> int:
-    """Makes up for what could not be written when an incarnation began: its number, and what it resumed from.
+    def highest(self) -> int:
+        """Returns the highest incarnation that was ever registered, or that made a version which is there; 0 if none was.
 
-    So too for those `before` it of which the caller knows what they resumed from: one that made nothing durable here may
-    stand between this one and its ancestors. Their records come first, so that the chain is never cut for a reader.
+        Whoever copied the versions without the records would else begin below them, and go back to them at every restart.
+        """
+        matches = (_REGISTERED.match(name) for name, _ in self._backend.listing(INCARNATIONS))
+        made = (Version.parse(name.rstrip("/")) for name, _ in self._backend.listing(""))
+        numbers = [
+            *(int(match[1]) for match in matches if match),
+            *(one.incarnation for one in made if one is not None),
+        ]
+        return max(numbers, default=0)
 
-    Returns:
-        the highest incarnation that is registered; nothing is written for one that is lower.
+    def enlist(self, incarnation: int, resumed: Version | None, before: Mapping[int, Version | None] = NOTHING) -> int:
+        """Makes up for what could not be written when an incarnation began: its number, and what it resumed from.
 
-    Raises:
-        Fenced: something else is recorded.
-    """
-    names = {name for name, _ in backend.listing(INCARNATIONS)}
-    newest = max((int(match[1]) for match in map(_REGISTERED.match, names) if match), default=0)
-    if newest > incarnation:
-        return newest
-    if newest < incarnation:
-        data = encode_record(_Incarnation(incarnation=incarnation))
-        backend.create(f"{INCARNATIONS}/{incarnation:06d}.json", data, stamp=make_stamp(incarnation))
-    _record_before(backend, incarnation, before, names)
-    if f"{incarnation:06d}.resumed.json" not in names:
-        record_resumed(backend, incarnation, resumed)
-    return incarnation
+        So too for those `before` it of which the caller knows what they resumed from: one that made nothing durable here may
+        stand between this one and its ancestors. Their records come first, so that the chain is never cut for a reader.
 
+        Returns:
+            the highest incarnation that is registered; nothing is written for one that is lower.
 
-def _record_before(
-    backend: Backend, incarnation: int, before: Mapping[int, Version | None], names: Collection[str]
-) -> None:
-    """Records what is missing of the incarnations before this one; `names` are those of the records that are there."""
-    for number, version in sorted(before.items()):
-        if number < incarnation and f"{number:06d}.resumed.json" not in names:
-            record_resumed(backend, number, version)
+        Raises:
+            Fenced: something else is recorded.
+        """
+        names = {name for name, _ in self._backend.listing(INCARNATIONS)}
+        newest = max((int(match[1]) for match in map(_REGISTERED.match, names) if match), default=0)
+        if newest > incarnation:
+            return newest
+        if newest < incarnation:
+            data = encode_record(_Incarnation(incarnation=incarnation))
+            self._backend.create(f"{INCARNATIONS}/{incarnation:06d}.json", data, stamp=make_stamp(incarnation))
+        self._record_before(incarnation, before, names)
+        if f"{incarnation:06d}.resumed.json" not in names:
+            self.record_resumed(incarnation, resumed)
+        return incarnation
 
+    def _record_before(self, incarnation: int, before: Mapping[int, Version | None], names: Collection[str]) -> None:
+        """Records what is missing of the incarnations before this one; `names` are those of the records that are there."""
+        for number, version in sorted(before.items()):
+            if number < incarnation and f"{number:06d}.resumed.json" not in names:
+                self.record_resumed(number, version)
 
-def record_resumed(
-    backend: Backend, incarnation: int, version: Version | None, before: Mapping[int, Version | None] = NOTHING
-) -> None:
-    """Records what an incarnation started from, once, and what is missing of those `before` it.
+    def record_resumed(
+        self, incarnation: int, version: Version | None, before: Mapping[int, Version | None] = NOTHING
+    ) -> None:
+        """Records what an incarnation started from, once, and what is missing of those `before` it.
 
-    Raises:
-        Fenced: something else is recorded.
-    """
-    if before:
-        _record_before(backend, incarnation, before, {name for name, _ in backend.listing(INCARNATIONS)})
-    record = _Resumed(incarnation=incarnation, resumed_from=str(version) if version else None)
-    name = f"{INCARNATIONS}/{incarnation:06d}.resumed.json"
-    backend.create(name, encode_record(record), stamp=make_stamp(incarnation))
+        Raises:
+            Fenced: something else is recorded.
+        """
+        if before:
+            self._record_before(incarnation, before, {name for name, _ in self._backend.listing(INCARNATIONS)})
+        record = _Resumed(incarnation=incarnation, resumed_from=str(version) if version else None)
+        name = f"{INCARNATIONS}/{incarnation:06d}.resumed.json"
+        self._backend.create(name, encode_record(record), stamp=make_stamp(incarnation))
 
+    def lineage(self) -> dict[int, Version | None]:
+        """Incarnation -> what it resumed from, for those that got so far as to record it.
 
-def lineage(backend: Backend) -> dict[int, Version | None]:
-    """Incarnation -> what it resumed from, for those that got so far as to record it.
+        Raises:
+            CorruptError: a record is damaged. To go on without it could bring dead lineage back.
+        """
+        found: dict[int, Version | None] = {}
+        for name, _ in self._backend.listing(INCARNATIONS):
+            if match := _RESUMED.match(name):
+                where = f"{self._backend.properties.where}/{INCARNATIONS}/{name}"
+                data = self._backend.read(f"{INCARNATIONS}/{name}", length=MAX_RECORD_BYTES + 1)
+                record = decode_record(data, _Resumed, where)
+                version = Version.parse(record.resumed_from or "")
+                if record.incarnation != int(match[1]) or (version is None and record.resumed_from is not None):
+                    raise CorruptError("the record is not what its name says", where=where)
+                found[record.incarnation] = version
+        return found
 
-    Raises:
-        CorruptError: a record is damaged. To go on without it could bring dead lineage back.
-    """
-    found: dict[int, Version | None] = {}
-    for name, _ in backend.listing(INCARNATIONS):
-        if match := _RESUMED.match(name):
-            where = f"{backend.properties.where}/{INCARNATIONS}/{name}"
-            data = backend.read(f"{INCARNATIONS}/{name}", length=MAX_RECORD_BYTES + 1)
-            record = decode_record(data, _Resumed, where)
-            version = Version.parse(record.resumed_from or "")
-            if record.incarnation != int(match[1]) or (version is None and record.resumed_from is not None):
-                raise CorruptError("the record is not what its name says", where=where)
-            found[record.incarnation] = version
-    return found
+    def record_wished(self, incarnation: int, version: Version | None) -> None:
+        """Records that an incarnation goes back to `version` by wish of the operator; None: it began without a wish.
 
+        It counts once what the incarnation resumed from is recorded.
+        """
+        record = _Wished(incarnation=incarnation, version=str(version) if version else None)
+        self._backend.create(
+            f"{INCARNATIONS}/{incarnation:06d}.wished.json", encode_record(record), stamp=make_stamp(incarnation)
+        )
 
-def record_wished(backend: Backend, incarnation: int, version: Version | None) -> None:
-    """Records that an incarnation goes back to `version` by wish of the operator; None: it began without a wish.
+    def fulfilled(self) -> tuple[int, Version] | None:
+        """Returns the incarnation that fulfilled the last wish, and that wish; None: there was none, or a start without one since.
 
-    It counts once what the incarnation resumed from is recorded.
-    """
-    record = _Wished(incarnation=incarnation, version=str(version) if version else None)
-    backend.create(
-        f"{INCARNATIONS}/{incarnation:06d}.wished.json", encode_record(record), stamp=make_stamp(incarnation)
-    )
+        Raises:
+            CorruptError: the record is damaged. To go on without it could go back a second time.
+        """
+        names = {name for name, _ in self._backend.listing(INCARNATIONS)}
+        numbers = (int(match[1]) for match in map(_WISHED.match, names) if match)
+        done = max((number for number in numbers if f"{number:06d}.resumed.json" in names), default=0)
+        if not done:
+            return None
+        name = f"{INCARNATIONS}/{done:06d}.wished.json"
+        where = f"{self._backend.properties.where}/{name}"
+        record = decode_record(self._backend.read(name, length=MAX_RECORD_BYTES + 1), _Wished, where)
+        version = Version.parse(record.version or "")
+        if record.incarnation != done or (version is None and record.version is not None):
+            raise CorruptError("the record is not what its name says", where=where)
+        return None if version is None else (done, version)
 
+    def sweep(self, incarnation: int) -> list[str]:
+        """Removes temporary files of dead writers: of incarnations below the one that runs, and of processes of this machine
+        that are known to have ended. What is not named like ours stays.
 
-def fulfilled(backend: Backend) -> tuple[int, Version] | None:
-    """Returns the incarnation that fulfilled the last wish, and that wish; None: there was none, or a start without one since.
-
-    Raises:
-        CorruptError: the record is damaged. To go on without it could go back a second time.
-    """
-    names = {name for name, _ in backend.listing(INCARNATIONS)}
-    numbers = (int(match[1]) for match in map(_WISHED.match, names) if match)
-    done = max((number for number in numbers if f"{number:06d}.resumed.json" in names), default=0)
-    if not done:
-        return None
-    name = f"{INCARNATIONS}/{done:06d}.wished.json"
-    where = f"{backend.properties.where}/{name}"
-    record = decode_record(backend.read(name, length=MAX_RECORD_BYTES + 1), _Wished, where)
-    version = Version.parse(record.version or "")
-    if record.incarnation != done or (version is None and record.version is not None):
-        raise CorruptError("the record is not what its name says", where=where)
-    return None if version is None else (done, version)
+        Returns:
+            the names that were removed.
+        """
+        if not self._backend.properties.has_temporaries:
+            return []
+        dead = [name for name, _ in self._backend.listing(TEMPORARY) if is_dead(name, incarnation)]
+        self._backend.delete(*(f"{TEMPORARY}/{name}" for name in dead))
+        return dead
 
 
 def make_stamp(incarnation: int, term: int = 0) -> str:
     """The mark of this process on its temporary files: incarnation, term, machine, process."""
     return f"i{incarnation:06d}-t{term:06d}-h{machine_id()}-p{os.getpid()}"
-
-
-def sweep(backend: Backend, incarnation: int) -> list[str]:
-    """Removes temporary files of dead writers: of incarnations below the one that runs, and of processes of this machine
-    that are known to have ended. What is not named like ours stays.
-
-    Returns:
-        the names that were removed.
-    """
-    dead = [name for name, _ in backend.listing(TEMPORARY) if is_dead(name, incarnation)]
-    backend.delete(*(f"{TEMPORARY}/{name}" for name in dead))
-    return dead
 
 
 def is_dead(stamp: str, incarnation: int) -> bool:

@@ -76,7 +76,7 @@ class RunLock:
         self._path = root / LOCK_FILE
         self._key: tuple[int, int] | None = None
 
-    def take(self, run_id: str, *, timeout_s: float) -> None:
+    def take(self, run_id: str, *, timeout_s: float = PREDECESSOR_TIMEOUT_S) -> None:
         """Takes the lock, or finds that this process has it; waits for a predecessor that is about to end.
 
         Args:

@@ -20,7 +20,7 @@ from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.storage.manifest import BundleFile
 from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.shared_reads import SharedReads
-from holdfast.tiers.storage.version_store import Storage
+from holdfast.tiers.storage.stored_bundles import StoredBundles
 
 _UNTOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -34,7 +34,7 @@ class UnreadChunks:
         shared: other processes of this node that read the same; None: there are none.
     """
 
-    storage: Storage
+    bundles: StoredBundles
     version: Version
     file: BundleFile
     shared: SharedReads | None = None
@@ -50,20 +50,20 @@ class UnreadChunks:
         """
 
         def stored() -> str:
-            return self.storage.read_chunk(self.version, self.file, index, chunk)
+            return self.bundles.read_chunk(self.version, self.file, index, chunk)
 
         if self.shared is None:
             return stored()
 
         def cached() -> str | None:
             try:
-                digest = self.storage.read_chunk(self.version, self.file, index, chunk, cached=True)
+                digest = self.bundles.read_chunk(self.version, self.file, index, chunk, cached=True)
             except NotCachedError:
                 return None
             self._cached.append(len(chunk))
             return digest
 
-        where = f"{self.storage.where}/{self.version}/{self.file.file}"
+        where = self.bundles.where(self.version, self.file)
         return self.shared.read(self.file.ref.bundle_id, index, cached, stored, where)
 
     def order(self, chunks: Sequence[int]) -> list[int]:
@@ -72,12 +72,14 @@ class UnreadChunks:
 
     def streams(self, done: Callable[[int], None]) -> Streams:
         """Streams to read it by; who shares it holds a share of the buffers."""
-        return self.storage.streams(self.file.length // self._num_ranks, done, buffered=True)
+        return self.bundles.streams(self.file.length // self._num_ranks, done, buffered=True)
 
     def limit(self, patience_s: float) -> ReadLimit:
         """How long reading it may bring nothing: ranks that share it are as many, and each asks for a part at once."""
         at_once = requests_at_once(self.file.length // self._num_ranks) * self._num_ranks
-        return ReadLimit(patience_s, min(self.file.length, at_once * CHUNK_BYTES), self.storage.where)
+        return ReadLimit(
+            patience_s, min(self.file.length, at_once * CHUNK_BYTES), self.bundles.where(self.version, self.file)
+        )
 
     @property
     def _num_ranks(self) -> int:
@@ -95,7 +97,7 @@ class UnreadChunks:
 
 
 def open_bundle(
-    storage: Storage,
+    bundles: StoredBundles,
     version: Version,
     file: BundleFile,
     shared: SharedReads | None = None,
@@ -107,7 +109,7 @@ def open_bundle(
         CorruptError: missing, cut short, or damaged. StorageError: the path refuses.
     """
     view = memoryview(mmap.mmap(-1, max(1, file.length), flags=_UNTOUCHED))[: file.length]
-    unread = UnreadChunks(storage, version, file, shared)
+    unread = UnreadChunks(bundles, version, file, shared)
     here = unread.here
 
     def bring(start: int, end: int) -> None:
@@ -117,7 +119,7 @@ def open_bundle(
                 here.add(index)
                 moved(CHUNK_BYTES)
 
-    where = f"{storage.where}/{version}/{file.file}"
+    where = bundles.where(version, file)
     bring(0, min(CHUNK_BYTES, file.length))
     header_bytes = image_format.header_length(view[:8], file.length, where)
     bring(0, header_bytes)

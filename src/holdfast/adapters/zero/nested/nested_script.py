@@ -29,6 +29,7 @@ from holdfast.adapters.zero.script import (
     only_members,
     only_numbers,
     read_by_text,
+    scope_of,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
 from holdfast.checkpoint.usage.clock_names import clock_names
@@ -139,7 +140,6 @@ def find_nested(source: str) -> Nest | str:
     inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
     kept = [loop for loop in loops if isinstance(loop, ast.For)]
     sites = [_site(tree, calls, known, number, loop, inner[number]) for number, loop in enumerate(kept)]
-    retains = any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in ast.walk(tree))
     words = {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for node in ast.walk(tree)
@@ -153,27 +153,24 @@ def find_nested(source: str) -> Nest | str:
     used = {name for part in (*kept, *functions) for name in loaded([part])}
     heads = [node for loop in kept for node in ast.walk(loop.iter)]
     bounds = {ast.unparse(node) for node in heads if isinstance(node, ast.Attribute | ast.Name)}
-    members = frozenset(only_members(tree))
-    pops = any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree))
-    clocked = clock_names(tree)
-    by_hand = any(_is_by_hand(calls.inside(loop)) for loop in kept)
-    for loop, site in zip(kept, sites, strict=True):
-        _rewrite(tree, loop, site)
-    ast.fix_missing_locations(tree)
-    return Nest(
+    nest = Nest(
         tree,
         tuple(sites),
         used=frozenset(used - {HOOK}),
-        members=members,
-        pops=pops,
+        members=frozenset(only_members(tree)),
+        pops=any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree)),
         reads_clock=bool(words & CLOCKS),
-        clocked=clocked,
+        clocked=clock_names(tree),
         reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
-        retains=retains,
-        by_hand=by_hand,
+        retains=any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in ast.walk(tree)),
+        by_hand=any(_is_by_hand(calls.inside(loop)) for loop in kept),
         lines=tuple(sorted(lines.items())),
     )
+    for loop, site in zip(kept, sites, strict=True):  # last: all else is of the script as it is written
+        _rewrite(tree, loop, site)
+    ast.fix_missing_locations(tree)
+    return nest
 
 
 class _Turns(ast.NodeTransformer):
@@ -212,7 +209,7 @@ def _why_not(tree: ast.Module, loop: ast.For | ast.While) -> str:
         return f"the loop of line {loop.lineno} has an else"
     if not all(isinstance(node, ast.Name) for node in _targets(loop.target)):
         return f"the loop of line {loop.lineno} does not set plain names"
-    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(_scope_of(tree, loop))):
+    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(scope_of(tree, loop))):
         return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
     return ""
 
@@ -231,14 +228,6 @@ def _target(node: ast.expr) -> Any:
     if isinstance(node, ast.Tuple | ast.List):
         return tuple(_target(part) for part in node.elts if not isinstance(part, ast.Starred))
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
-    found: Scope = tree
-    for node in ast.walk(tree):
-        if isinstance(node, Function) and any(inner is loop for inner in ast.walk(node)):
-            found = node  # ast.walk goes from the outside in
-    return found
 
 
 def _is_by_hand(nodes: Sequence[ast.AST]) -> bool:
@@ -344,7 +333,7 @@ def _site(
     loop: ast.For,
     inner: Sequence[ast.For | ast.While],
 ) -> Site:
-    scope = _scope_of(tree, loop)
+    scope = scope_of(tree, loop)
     targets = stored([loop.target])
     sets = stored(loop.body) | targets
     outside = (loaded(scope.body, without=loop) - _set_by_with(scope, loop)) | {

@@ -1,0 +1,167 @@
+"""Holds what a keeper announced to one client: levels of versions, alarms, the work it does, the steps it named.
+
+Levels arrive as pushes: `level` answers from memory, `wait` blocks until a push says so. A level is never named before the
+keeper announced it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.base.errors import LevelNotReached
+from holdfast.base.progress_report import progress_text
+from holdfast.core.model import Level, Version
+from holdfast.core.scheduling.step_agreement import Appointment
+from holdfast.keeper.rpc import messages
+
+logger = logging.getLogger(__name__)
+
+# Versions whose level is remembered; callers ask about recent ones only.
+MAX_LEVELS = 128
+MAX_ALARMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLevel:
+    """Holds what is known of a version here: the levels it reached, one by one, and why it stands where it stands."""
+
+    reached: frozenset[Level]
+    reason: str
+    abandoned: bool = False
+
+    @property
+    def level(self) -> Level:
+        """The highest level reached."""
+        return max(self.reached, default=Level.NONE)
+
+
+class Announced:
+    """Holds what one keeper announced since the client connected. Any thread.
+
+    Args:
+        rank: the client's; None for a viewer.
+        alive: whether the keeper is there.
+    """
+
+    def __init__(self, rank: int | None, alive: Callable[[], bool]) -> None:
+        self._rank = rank
+        self._alive = alive
+        self._changed = threading.Condition()
+        self._levels: OrderedDict[Version, VersionLevel] = OrderedDict()
+        self._alarms: OrderedDict[str, str] = OrderedDict()
+        self._working: dict[str, messages.Working] = {}
+        self._appointment_callbacks: list[Callable[[Appointment], None]] = []
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """Return what the keeper warned of since we connected, one line per subject, newest last."""
+        with self._changed:
+            return tuple(self._alarms.values())
+
+    def working(self, what: str, version: Version) -> str:
+        """Return how far the keeper is with `what` (of keeper.slots.progress) of `version`, in words; empty if it did not say."""
+        with self._changed:
+            told = self._working.get(what)
+        if told is None or told.version != version:
+            return ""
+        return progress_text(told.done_bytes, told.total_bytes, told.seconds)
+
+    def on_appointment(self, callback: Callable[[Appointment], None]) -> None:
+        """Calls `callback(appointment)` in the reader thread when the coordinator named a step for all ranks."""
+        self._appointment_callbacks.append(callback)
+
+    def level(self, version: Version) -> tuple[Level, str]:
+        """The level that was announced for `version`, and the reason."""
+        with self._changed:
+            known = self._levels.get(version)
+        if known is None:
+            return Level.NONE, "nothing was announced yet" if self._alive() else "the keeper is lost"
+        return known.level, known.reason
+
+    def known(self, version: Version) -> VersionLevel | None:
+        """All that was announced for `version`; None if nothing was."""
+        with self._changed:
+            return self._levels.get(version)
+
+    @property
+    def captured(self) -> Version | None:
+        """The newest version that was announced as captured, or more; None if none was."""
+        with self._changed:
+            return max((version for version, known in self._levels.items() if known.reached), default=None)
+
+    def wait(self, version: Version, level: Level, timeout_s: float) -> Level:
+        """Blocks until `version` reaches `level`; returns the level it has then.
+
+        Raises:
+            LevelNotReached: it was abandoned, time is over, or the keeper is lost. Names the level reached.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                known = self._levels.get(version, VersionLevel(frozenset(), "nothing was announced yet"))
+                # A durable version need not be replicated, so a higher level does not stand for that one.
+                if level in known.reached or (level is Level.CAPTURED and known.reached):
+                    return known.level
+                left = deadline - time.monotonic()
+                if known.abandoned or not self._alive() or left <= 0:
+                    break
+                self._changed.wait(left)
+        lost = "" if self._alive() else "; the keeper is lost"
+        late = f"; waited {timeout_s:g} s" if left <= 0 and not known.abandoned else ""
+        raise LevelNotReached(
+            f"{version} is {known.level.name.lower()}, not {level.name.lower()}: {known.reason}{lost}{late}",
+            remedy="see holdfast status for what holds it up; training may go on",
+        )
+
+    def wake(self) -> None:
+        """Lets everybody who waits look again: the keeper is lost."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # --- what arrives
+
+    def take(self, message: messages.AnyMessage) -> None:
+        """Takes what the keeper pushed."""
+        if isinstance(message, messages.Progress):
+            self._progressed(
+                message.version, VersionLevel(frozenset(message.reached), message.reason, message.abandoned)
+            )
+        elif isinstance(message, messages.Alarm):
+            self._alarmed(message)
+        elif isinstance(message, messages.Working):
+            self._told_of_work(message)
+        elif isinstance(message, messages.Appointed):
+            for callback in tuple(self._appointment_callbacks):
+                callback(message.appointment)
+        else:
+            logger.warning("the keeper pushed %s, which means nothing here", type(message).__name__)
+
+    def _progressed(self, version: Version, news: VersionLevel) -> None:
+        with self._changed:
+            self._levels[version] = news
+            self._levels.move_to_end(version)
+            while len(self._levels) > MAX_LEVELS:
+                self._levels.popitem(last=False)
+            self._changed.notify_all()
+
+    def _told_of_work(self, message: messages.Working) -> None:
+        """Work for this rank is logged: it waits for it. What else is said is kept for whoever asks."""
+        if message.rank not in (-1, self._rank):
+            return
+        with self._changed:
+            self._working[message.what] = message
+        if message.rank == self._rank:
+            logger.info("%s %s: %s", message.what, message.version, self.working(message.what, message.version))
+
+    def _alarmed(self, message: messages.Alarm) -> None:
+        logger.warning("the keeper warns: %s", message.text)  # pushes may come before `connect` has returned
+        with self._changed:
+            self._alarms[message.key] = message.text
+            self._alarms.move_to_end(message.key)
+            while len(self._alarms) > MAX_ALARMS:
+                self._alarms.popitem(last=False)
