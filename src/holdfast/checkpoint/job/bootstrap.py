@@ -292,7 +292,7 @@ def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str, wish: s
 
     Higher than all that keepers have seen: an incarnation that began while nothing could be written is known to them
     alone. If nothing can be written now and there is something in memory to come back to, that is what this one does:
-    it is registered before anything of it is committed (`tiers.storage.incarnations.enlist`).
+    it is registered before anything of it is committed (`tiers.storage.incarnations.Incarnations.enlist`).
     """
     highest, known = seen
     lineage = {**known, **storage.incarnations.lineage()}

@@ -42,7 +42,7 @@ def duplicate(source: Storage, target: Storage, version: Version, progress: Call
     for file in manifest.bundles:
         view = memoryview(bytearray(file.length))
         source.bundles.read_into(version, file, view, moved)
-        image_format.verify(view, file.seal, f"{source.where}/{version}/{file.file}")
+        image_format.verify(view, file.seal, source.bundles.where(version, file))
         files.append(target.bundles.write(version, file.ref, file.seal, view, stamp=stamp))
         moved(file.length)
     # One part is enough here: one writer, one line.
