@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ReadLimit:
-    """How long one piece of reading may bring nothing.
+    """Limits for how long one piece of reading may bring nothing.
 
     Args:
         patience_s: so long, and besides as long as the slowest storage takes for what is asked for at once.

@@ -75,7 +75,7 @@ class UnreadChunks:
         return self.bundles.streams(self.file.length // self._num_ranks, done, buffered=True)
 
     def limit(self, patience_s: float) -> ReadLimit:
-        """How long reading it may bring nothing: ranks that share it are as many, and each asks for a part at once."""
+        """Return a limit for reading it; ranks that share it are several, and each asks for a part at once."""
         at_once = requests_at_once(self.file.length // self._num_ranks) * self._num_ranks
         return ReadLimit(
             patience_s, min(self.file.length, at_once * CHUNK_BYTES), self.bundles.where(self.version, self.file)
