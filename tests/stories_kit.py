@@ -58,14 +58,24 @@ class Stories:
             self.known[plan] = json.loads((place / "facts").read_text())
         return dict(self.known[plan])
 
-    def killed(self, plan: str, moment: str, *words: str, plain: bool = False) -> tuple[dict[str, Any], str]:
-        """Two lives: the first ends at the moment, the second is what the launcher would start then. Plain: without holdfast."""
+    def killed(
+        self, plan: str, moment: str, *words: str, plain: bool = False, then: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], str]:
+        """Two lives: the first ends at the moment, the second is what the launcher would start then.
+
+        Args:
+            plan: of the story.
+            moment: at which the first life ends.
+            words: more of both command lines.
+            plain: without holdfast.
+            then: more of the second one's.
+        """
         place = self._directory()
         disabled = {"HOLDFAST_DISABLE": "1"} if plain else {}
         ended = self._live(place, "--plan", plan, "--kill", moment, *words, **disabled)
         assert ended == (0 if "--term" in words else -9), self.told(place)
         assert not (place / "facts").exists(), "the training was over before the moment"
-        again = self._live(place, "--plan", plan, *words, TORCHELASTIC_RESTART_COUNT="1", **disabled)
+        again = self._live(place, "--plan", plan, *words, *then, TORCHELASTIC_RESTART_COUNT="1", **disabled)
         assert again == 0, self.told(place)
         return json.loads((place / "facts").read_text()), self.told(place)
 
@@ -100,13 +110,24 @@ class Stories:
             self.known[number, plan] = [dict(each) for each in facts]
         return facts
 
-    def ranks_told_to_stop(self, number: int, plan: str, moment: str, of: int) -> list[dict[str, Any]]:
-        """Facts of every rank of a second launch. In the first, rank `of` got SIGTERM at the moment, and nothing is saved by cadence."""
+    def ranks_told_to_stop(
+        self, number: int, plan: str, moment: str, of: int, *, is_end: bool = False
+    ) -> list[dict[str, Any]]:
+        """Facts of every rank of a second launch. In the first, rank `of` got SIGTERM at the moment, and nothing is saved by cadence.
+
+        Args:
+            number: of ranks.
+            plan: of the story.
+            moment: at which ranks get SIGTERM.
+            of: the rank that gets it, or -1 for all.
+            is_end: no step is left at the moment, so the first launch is the last one.
+        """
         place = self._directory()
         words = ("--term", "--every", "100")
         self._launch(place, number, plan, *words, "--kill", moment, "--of", str(of))
-        assert not (place / "facts").exists(), "the training was over before the moment"
-        self._launch(place, number, plan, *words)
+        assert (place / "facts").exists() == is_end, "the training was over before the moment, or not at its end"
+        if not is_end:
+            self._launch(place, number, plan, *words)
         return self._facts(place, number)
 
     def _launch(

@@ -3,7 +3,7 @@
 accelerate_story.py ROOT FACTS --plan PLAN [--kill MOMENT:STEP] [--of RANK] [--term] [--ranks N] [--every CADENCE]
 
 PLAN: where the order of rows comes from, and what else the loop does. MOMENT: begin (of a step), part (between two batches of one),
-backward (before the optimizers' step), eval (in the evaluation behind a step), saving (behind Accelerate's own save), step (reported
+backward (before the optimizers' step), eval (in the evaluation behind a step), evaluated (behind it), within, saving (in Accelerate's own save, and behind it), step (reported
 to holdfast), epoch (behind the last step of one), over (behind `close`); STEP: steps that were reported then. FACTS: a file, written
 at the end. --of: the rank, or -1 for all. --term: SIGTERM instead of SIGKILL. With --serve instead of all that: see `story_server`.
 """
@@ -162,6 +162,7 @@ class Loop:
         self.first, self.second, *self.optimizers, self.scheduler, self.loader, self.checks = prepared
         self.best = Best()
         self.accelerator.register_for_checkpointing(self.best)
+        self.accelerator.register_save_state_pre_hook(lambda *_: self.reached("within", self.step + 1))
         set_seed(100 + self.accelerator.process_index)
         self.checkpointer = wrap(self.accelerator, options.root, every=options.every)
         self.step = self.start = self.checkpointer.restore()
@@ -211,6 +212,7 @@ class Loop:
         loss = self.evaluated() if self.plan in EVALUATED and self.step % 2 == 1 else None
         if loss is not None:
             self.best.add(loss, self.first)
+            self.reached("evaluated", self.step + 1)
         if self.plan != "plateau":
             self.scheduler.step()
         elif loss is not None:

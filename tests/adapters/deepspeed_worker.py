@@ -7,7 +7,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from kill_once import kill_once
+from kill_once import strike
 from torch import nn
 
 import holdfast.adapters.deepspeed as hf
@@ -28,8 +28,10 @@ def main() -> None:
     )
     parser.add_argument("--durable-every", type=int, default=1)
     parser.add_argument("--no-native", action="store_true", help="DeepSpeed's own files are left away")
+    parser.add_argument("--own-files", action="store_true", help="DeepSpeed's own files are loaded where need be")
     parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
     parser.add_argument("--kill", type=int, default=-1, help="rank 1 kills itself with SIGKILL in this step, once")
+    parser.add_argument("--term", choices=("one", "all", "job"), default="", help="SIGTERM instead, to whom")
     options = parser.parse_args()
     deepspeed.init_distributed("gloo")
     torch.manual_seed(1)
@@ -46,8 +48,9 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     if not options.native:
         engine.checkpoint_engine = hf.checkpoint_engine(
-            engine, options.root, durable_every=options.durable_every, native=not options.no_native
-        )
+            engine, options.root, durable_every=options.durable_every, native=not options.no_native,
+            own_files=options.own_files,
+        )  # fmt: skip
     rank, dtype = engine.global_rank, torch.bfloat16 if options.bf16 else torch.float32
     weights = [parameter.detach() for parameter in engine.module.parameters()] if options.stage == 0 else []
     torch.manual_seed(7 + rank)  # of the dropout
@@ -61,8 +64,8 @@ def main() -> None:
             x, y = torch.randn(4, 32, generator=source), torch.randn(4, 8, generator=source)
             loss = (engine(x.to(dtype)) - y).pow(2).mean()
             engine.backward(loss)
-            if (rank, step) == (1, options.kill):
-                kill_once(Path(options.root, "killed"))
+            if step == options.kill:
+                strike(Path(options.root, "killed"), options.term)
             engine.step()
         if not options.native:
             named = f"global_step{options.count_by * engine.global_steps}" if options.count_by else None

@@ -1,6 +1,6 @@
 """A Trainer that is killed once at a named moment, and what it ended with. Not a test itself.
 
-hf_story.py ROOT FACTS --plan PLAN [--kill MOMENT:STEP] [--of RANK] [--term] [--ranks N] [--resume last] [--every CADENCE] [--more]
+hf_story.py ROOT FACTS --plan PLAN [--kill MOMENT:STEP] [--of RANK] [--term] [--ranks N] [--resume last] [--every CADENCE] [--batch N] [--more]
 
 MOMENT: begin (before a step), part (between two batches of one step), step (behind the optimizer's step), log (behind a log entry),
 eval (in the evaluation behind a step), evaluated (behind it), saving (in the trainer's own save, half of its files are there),
@@ -234,6 +234,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--resume", default="")
     parser.add_argument("--every", default="1")
+    parser.add_argument("--batch", type=int, default=4, help="rows of a batch")
     parser.add_argument("--more", action="store_true", help="call `train` once more, and then told to begin anew")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -249,7 +250,7 @@ def main(words: list[str]) -> None:
     if "num_train_epochs" not in plan:
         plan = {"max_steps": 13, **plan}
     arguments = TrainingArguments(
-        output_dir=str(output), per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True, seed=3, **plan
+        output_dir=str(output), per_device_train_batch_size=options.batch, use_cpu=True, report_to=[], disable_tqdm=True, seed=3, **plan
     )  # fmt: skip
     counts, patience = Counts(), EarlyStoppingCallback(3)
     callbacks = [*([patience] if plan.get("load_best_model_at_end") else []), Kills()]

@@ -2,7 +2,8 @@
 
 lightning_story.py ROOT FACTS --plan PLAN [--kill MOMENT:STEP] [--of RANK] [--term] [--ranks N] [--zero]
 
-MOMENT: begin (of a batch), val (a batch of the validation), batch (behind it, in a callback that is listed last), epoch (in
+MOMENT: begin (of a batch), val (a batch of the validation), validated (behind it, before Lightning's own
+save), saving, saved (around that of the plan "job"), batch (behind a batch, in a callback that is listed last), epoch (in
 `on_train_epoch_end` of that callback), end (in `on_train_end`); STEP: optimizer steps that were made then. FACTS: a file that is
 written at the end. --of: the rank, or -1 for all. --term: SIGTERM instead of SIGKILL. --zero: no line of holdfast in the
 script. With --serve instead of all that: reads words from standard input, a
@@ -205,6 +206,7 @@ class Counts(Callback):
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
         self.count["validations"] += not trainer.sanity_checking
+        reached("validated", trainer)
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         self.count["epochs"] += 1
@@ -224,6 +226,15 @@ class Counts(Callback):
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         self.by_hook = checkpoint["by hook"]
+
+
+class Saves(ModelCheckpoint):
+    """Lightning's own saves."""
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        reached("saving", trainer)
+        super()._save_checkpoint(trainer, filepath)
+        reached("saved", trainer)
 
 
 class Lines(Logger):
@@ -259,7 +270,7 @@ def callbacks_of(plan: str, options: argparse.Namespace) -> list[Any]:
     if plan == "saves":
         return [ModelCheckpoint(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)]
     if plan == "job":
-        best = ModelCheckpoint(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)
+        best = Saves(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)
         return [EarlyStopping("val", patience=9), best, EMAWeightAveraging(), LearningRateMonitor()]
     if plan == "average":
         return [WeightAveraging(use_buffers=False)]

@@ -35,7 +35,7 @@ torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-valu
 torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
 torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]  # 0.19 asks for it, to wait for events
 
-from kill_once import kill_once  # noqa: E402
+from kill_once import strike  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--native", action="store_true", help="without holdfast, from Megatron's own files")
     parser.add_argument("--kill", type=int, default=-1, help="rank 1 kills itself with SIGKILL in this step, once")
     parser.add_argument("--moment", choices=("gradients", "save", "saved"), default="gradients", help="of --kill")
+    parser.add_argument("--term", choices=("one", "all", "job"), default="", help="SIGTERM instead, to whom")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     dist.init_process_group("gloo")
@@ -134,8 +135,8 @@ def main() -> None:
         )  # one write: ranks share the pipe
 
     def dies(moment: str) -> None:
-        if (rank, step, moment) == (1, options.kill, options.moment):
-            kill_once(options.root / "killed")
+        if (step, moment) == (options.kill, options.moment):
+            strike(options.root / "killed", options.term)
 
     adapter_output.start(rank, start)
     for step in range(start, options.steps):

@@ -728,10 +728,10 @@ for epoch in range(3):
     ), kills=("2,3",), scale="(1 + a.sum().item() + b.sum().item())"),
     "state in the environment": Case(inline(
         pre="os.environ['N'] = '0'", body="os.environ['N'] = str(int(os.environ['N']) + 1)",
-    ), "rehearsal of a restart differs in", kills=("2,3",), scale="(1 + int(os.environ['N']))"),
+    ), kills=("2,3",), scale="(1 + int(os.environ['N']))"),
     "state in the environment, from epoch to epoch": Case(inline(
         pre="os.environ['N'] = '0'", behind="os.environ['N'] = str(int(os.environ['N']) + 1)",
-    ), "rehearsal of a restart differs in", kills=("2,3",), scale="(1 + int(os.environ['N']))"),
+    ), kills=("2,3",), scale="(1 + int(os.environ['N']))"),
     "iterator before the epochs": Case("""
 batches = iter(list(loader) * 3)
 for epoch in range(3):
@@ -838,6 +838,17 @@ model.learn(dataset.tensors[0][:8], dataset.tensors[0][8:16])
     "name that is never set": Case(inline(
         pre="recurrent = False\nif recurrent: hidden = torch.zeros(4)", body="if recurrent: hidden = hidden + x.mean(0)",
     ), kills=("0,4", "2,3")),
+    "variable of the environment that changes late": Case(inline(
+        pre="os.environ['SCALE'] = '1'", behind="if epoch == 1: os.environ['SCALE'] = '0.5'",
+    ), kills=("0,4", "2,3"), scale="float(os.environ['SCALE'])"),
+    "split that is another one at the second start": Case(inline(
+        pre="rows = [*range(28)]\nif 'AGAIN' in os.environ: rows = rows[::-1]\n"
+        "loader = DataLoader(torch.utils.data.Subset(dataset, rows[:28]), batch_size=4)",
+    ), "is another one than in the run that saved", kills=("2,3",), again=(("AGAIN", "1"),)),
+    "file that is filled and read": Case(inline(
+        pre="path = os.environ['MARK'] + '.rate'\nopen(path, 'w').write('1')",
+        body="rate = float(open(path).read())", behind="if epoch == 1: open(path, 'w').write('0.5')",
+    ), "is written before the loop and in it, and read", kills=("2,3",), scale="float(open(path).read())"),
     "object of a library that counts": Case(inline(
         pre="import textwrap\nwrapper = textwrap.TextWrapper()", body="wrapper.width += 1",
     ), kills=("0,4", "2,3"), scale="(1 + wrapper.width / 100)"),

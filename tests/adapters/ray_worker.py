@@ -1,8 +1,9 @@
 """The script of the Ray Train door: a TorchTrainer of two workers, a byte-level model under DDP. Not a test itself.
 
-python ray_worker.py ROOT --steps N [--workers N] [--wide] [--kill STEP] [--drain STEP]
+python ray_worker.py ROOT --steps N [--workers N] [--wide] [--kill STEP [--term WHOM]] [--drain STEP]
 
---kill: worker 1 kills itself with SIGKILL behind that step, the first time. --drain: Ray is told that the node will be taken away
+--kill: worker 1 kills itself with SIGKILL behind that step, the first time. --term: SIGTERM instead, to worker 1 ("one"), to both
+("all"), or to the process that called `fit` ("driver"); they make no step more. --drain: Ray is told that the node will be taken away
 when that step is made, and training goes on until the notice has come and for one step more.
 """
 
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -68,9 +70,8 @@ def train(config: dict[str, Any]) -> None:
         warned += checkpointer.notice is not None
         moments = [optimizer.state[p][key] for p in model.parameters() for key in sorted(optimizer.state[p])]
         adapter_output.step(rank, step, [loss.detach(), *model.parameters(), *moments])
-        if rank == 1 and step == config["kill"] and not Path(config["marker"]).exists():
-            Path(config["marker"]).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == config["kill"]:
+            ended(rank, config)
         if rank == 0 and step == config["drain"]:
             drain()
         step += 1
@@ -85,6 +86,21 @@ def checked(metrics: dict[str, Any], checkpoint: Any = None, **options: Any) -> 
         named = json.loads((Path(checkpoint.path) / "holdfast.json").read_text())
         assert (Path(named["path"]) / named["version"] / "manifest.json").exists(), f"{named} is not durable"
     REPORT(metrics, checkpoint=checkpoint, **options)
+
+
+def ended(rank: int, config: dict[str, Any]) -> None:
+    """Sends the signal that was asked for, once; who has sent SIGTERM, or stands beside it, waits for its end."""
+    marker, whom = Path(f"{config['marker']}{rank}"), config["term"]
+    if marker.exists():
+        return
+    marker.touch()
+    if whom == "driver":
+        if rank == 0:
+            os.kill(config["driver"], signal.SIGTERM)
+    elif rank == 1 or whom == "all":
+        os.kill(os.getpid(), signal.SIGTERM if whom else signal.SIGKILL)
+    if whom == "driver" or (whom and (rank == 1 or whom == "all")):
+        threading.Event().wait(300)
 
 
 def drain() -> None:
@@ -103,6 +119,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--kill", type=int, default=-1)
+    parser.add_argument("--term", choices=("one", "all", "driver"), default="")
     parser.add_argument("--drain", type=int, default=-1)
     parser.add_argument("--durable-every", default="")
     options = parser.parse_args()
@@ -115,7 +132,7 @@ def main() -> None:
         train,
         train_loop_config={
             "driver": os.getpid(), "root": "", "steps": options.steps, "wide": options.wide, "kill": options.kill,
-            "drain": options.drain, "durable_every": options.durable_every, "marker": str(options.root / "killed"),
+            "term": options.term, "drain": options.drain, "durable_every": options.durable_every, "marker": str(options.root / "killed"),
         },
         scaling_config=ray.train.ScalingConfig(num_workers=options.workers),
         run_config=ray.train.RunConfig(

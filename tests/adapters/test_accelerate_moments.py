@@ -44,6 +44,10 @@ TWO = [
     ("evaluates", "eval:4", 1), ("evaluates", "eval:4", -1), ("best", "saving:4", 1), ("best", "epoch:6", -1),
 ]  # fmt: skip
 
+# Of two ranks, three steps are an epoch, and nine are all. In the evaluation behind a step, between it and Accelerate's own save, in that,
+# behind it, behind the report; the last step of an epoch, and behind it; the last of all.
+AROUND = ["eval:4", "evaluated:4", "within:4", "saving:4", "step:4", "eval:6", "step:6", "epoch:6"]
+
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
@@ -119,4 +123,28 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
     (start,) = {facts["starts"][0] for facts in killed}
     assert step <= start <= step + 3
     for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
+        same(facts, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize("moment", [*AROUND, "step:9", "over:9"])
+def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed(
+    lives: Stories, moment: str, of: int
+) -> None:
+    for facts, undisturbed in zip(lives.ranks(2, "best", moment, of), lives.ranks(2, "best"), strict=True):
+        assert facts["starts"][-1] > 0
+        same(facts, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize("moment", [*AROUND, "step:9"])
+def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undisturbed(
+    lives: Stories, moment: str, of: int
+) -> None:
+    step, is_end = int(moment.partition(":")[2]), moment == "step:9"
+    killed = lives.ranks_told_to_stop(2, "best", moment, of, is_end=is_end)
+    for facts, undisturbed in zip(killed, lives.ranks(2, "best"), strict=True):
+        assert is_end or step <= facts["starts"][0] <= step + 3
         same(facts, undisturbed)

@@ -14,6 +14,7 @@ import pytest
 from doors_kit import HOLDFAST_RUN, SOURCE, TORCHRUN, starter
 from holdfast.base.events import Events
 from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop
+from holdfast.testing.contracts.adapter_processes import Told
 from holdfast.tiers.storage.version_store import open_storage
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
@@ -79,12 +80,19 @@ def workshop(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wor
         yield made
 
 
+@pytest.fixture(scope="module")
+def whole(way: str, workshop: Workshop) -> Told:
+    return workshop.reference or workshop.run(door(way), Task(workshop.directory("whole"), 2, 6))
+
+
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_contract(check: object, way: str, workshop: Workshop) -> None:
     check(door(way), workshop)  # type: ignore[operator]
 
 
-def test_what_only_memory_holds_comes_back_without_a_file_of_deepspeeds_own(way: str, workshop: Workshop) -> None:
+def test_what_only_memory_holds_comes_back_without_a_file_of_deepspeeds_own(
+    way: str, workshop: Workshop, whole: Told
+) -> None:
     """Killed before any of them was written, for all that the next run can see."""
     task = Task(workshop.directory("bare"), 2, 6)
     before = workshop.run(door(way), task, kill_at=3)
@@ -94,7 +102,6 @@ def test_what_only_memory_holds_comes_back_without_a_file_of_deepspeeds_own(way:
     after = workshop.run(door(way), task)
     last = max(step for _, step in before.steps)  # 3, or more if the kill came late
     assert set(after.starts.values()) <= {last, last + 1}
-    whole = workshop.reference or workshop.run(door(way), Task(workshop.directory("whole"), 2, 6))
     assert after.steps.items() <= whole.steps.items()
     assert before.steps.items() <= whole.steps.items()
 
@@ -107,6 +114,30 @@ def test_of_two_ranks_one_is_killed_between_two_batches_of_a_step(way: str, work
     told = workshop.run(killed, Task(workshop.directory("one"), 2, 6))
     assert set(told.starts.values()) == {3}
     assert told.steps == whole.steps
+    assert _states(told.output) == _states(whole.output)
+
+
+@pytest.mark.parametrize("whom", ["one", "all"])
+def test_ranks_that_get_sigterm_are_started_again_and_end_undisturbed(
+    whom: str, way: str, workshop: Workshop, whole: Told
+) -> None:
+    """SIGTERM ends a rank at once where the script has no handler: DeepSpeed has none, and holdfast adds none."""
+    struck = door(way, "--kill", "3", "--term", whom, launcher=HOLDFAST_RUN)
+    told = workshop.run(struck, Task(workshop.directory(f"term, {whom}"), 2, 6))
+    assert (workshop.directory(f"term, {whom}") / "killed").exists()
+    assert set(told.starts.values()) == {3}
+    assert told.steps == whole.steps
+    assert _states(told.output) == _states(whole.output)
+
+
+def test_a_job_that_gets_sigterm_goes_on_from_its_last_save(way: str, workshop: Workshop, whole: Told) -> None:
+    root = workshop.directory("term, job")
+    first = workshop.run(door(way, "--kill", "3", "--term", "job", launcher=HOLDFAST_RUN), Task(root, 2, 6), fails=True)
+    assert (root / "killed").exists()
+    assert first.code != 0, "it is not finished"
+    told = workshop.run(door(way, launcher=HOLDFAST_RUN), Task(root, 2, 6))
+    assert set(told.starts.values()) == {3}
+    assert {**first.steps, **told.steps} == whole.steps
     assert _states(told.output) == _states(whole.output)
 
 
@@ -135,7 +166,7 @@ def test_a_tag_that_the_script_counts_in_its_own_way_is_no_version_of_that_step(
         pytest.skip("one is enough")
     root = workshop.directory("own tags")
     workshop.run(door(way, "--count-by", "2"), Task(root, 2, 5))
-    back = workshop.run(door(way, "--count-by", "2", "--tag", "global_step4"), Task(root, 2, 5))
+    back = workshop.run(door(way, "--count-by", "2", "--tag", "global_step4", "--own-files"), Task(root, 2, 5))
     assert set(back.starts.values()) == {2}
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from doors_kit import starter, untouched, workshops
+from doors_kit import SOURCE, launching, starter, untouched, workshops
 from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
 
 WORKER = Path(__file__).with_name("hf_worker.py")
@@ -50,3 +54,34 @@ def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(tmp_path: Path) -> Non
     door = Door(untouched(WORKER.with_name("hf_zero_script.py")), steps=6)
     with Workshop(tmp_path) as made:
         CHECKS["killed_in_the_middle_it_goes_on_bit_for_bit"](door, made)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_stopped"),
+    [(("trainer",), False), (("accelerate",), True), (("accelerate", "find"), False)],
+    ids=["trainer", "accelerate", "accelerate, told"],
+)
+def test_one_process_is_ddp_under_the_launcher_and_may_stop_at_what_a_step_does_not_use(
+    tmp_path: Path, words: tuple[str, ...], is_stopped: bool
+) -> None:
+    """In plain python it is no DDP. Where it trains, it does so with the same numbers."""
+    script, told = str(WORKER.with_name("hf_unused.py")), []
+    environment = {**os.environ, **SOURCE, "OMP_NUM_THREADS": "1", "HOLDFAST_RUNTIME_DIR": str(tmp_path / "rt")}
+    for number, start in enumerate(([sys.executable], [*launching(1), "--max-restarts", "0"])):
+        facts = tmp_path / str(number)
+        done = subprocess.run(
+            [*start, script, str(facts), *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+        if number and is_stopped:
+            assert done.returncode != 0
+            assert "parameters that were not used in producing loss" in done.stderr
+            return
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(facts.read_text()))
+    assert [each["kind"] for each in told] == ["Halves", "DistributedDataParallel"]
+    assert told[0]["weights"] == told[1]["weights"]

@@ -37,6 +37,10 @@ MATRIX = {
     "plain": "begin:1 begin:4 log:5 epoch:5 begin:5 begin:6 epoch:10 end:13 over:13",
 }
 
+# Of two ranks, three steps are an epoch: step 6 is evaluated and saved, and is the last of one. Before and in the evaluation, between
+# it and the save, in the save and behind it, in what is done for the epoch.
+AROUND = ["log:6", "eval:6", "evaluated:6", "saving:6", "saved:6", "epoch:6"]
+
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
@@ -101,6 +105,22 @@ def test_data_that_draws_is_undisturbed_neither_here_nor_after_the_trainers_own_
 
 
 @pytest.mark.slow
+def test_with_another_batch_size_the_trainer_warns_goes_on_with_the_step_and_its_epoch_jumps(lives: Stories) -> None:
+    """Five steps were an epoch, then three are. The trainer's own resume does the same; if that changes, the page has to say so."""
+    facts, told = lives.killed("plain", "begin:7", then=("--batch", "8"))
+    assert facts["starts"][0] in (6, 7), told
+    own, own_told = lives.killed("draws", "begin:7", "--resume", "last", plain=True, then=("--batch", "8"))
+    assert own["starts"] == [7], own_told
+    for ended, printed in ((facts, told), (own, own_told)):
+        assert "per_device_train_batch_size: 8 (from args) != 4 (from trainer_state.json)" in printed
+        assert ended["step"] == 13
+        epochs = {entry["step"]: entry["epoch"] for entry in ended["history"] if "loss" in entry}
+        before, behind = max(step for step in epochs if step < 7), min(step for step in epochs if step > 7)
+        assert epochs[before] == before / 5
+        assert epochs[behind] == pytest.approx(behind / 3, abs=0.01)
+
+
+@pytest.mark.slow
 def test_train_called_again_goes_on_with_the_version_and_anew_where_it_is_told_so(lives: Stories) -> None:
     facts, _ = lives.again("plain", "--more")
     assert facts["steps of each"] == [13, 0, 13]
@@ -116,6 +136,29 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
     (start,) = {facts["starts"][0] for facts in killed}
     assert step <= start <= step + 3
     for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
+        same(facts, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize("moment", [*AROUND, "end:13"])
+def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undisturbed(
+    lives: Stories, moment: str, of: int
+) -> None:
+    killed = lives.ranks_told_to_stop(2, "steps", moment, of, is_end=moment == "end:13")
+    for facts, undisturbed in zip(killed, lives.ranks(2, "steps"), strict=True):
+        assert moment == "end:13" or 6 <= facts["starts"][0] <= 9
+        same(facts, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize("moment", [*AROUND, "end:13", "over:13"])
+def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed(
+    lives: Stories, moment: str, of: int
+) -> None:
+    for facts, undisturbed in zip(lives.ranks(2, "steps", moment, of), lives.ranks(2, "steps"), strict=True):
+        assert facts["starts"][-1] > 0
         same(facts, undisturbed)
 
 

@@ -5,6 +5,9 @@ real package, on two ranks.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from doors_kit import starter, untouched, workshops
+from doors_kit import SOURCE, launching, starter, untouched, workshops
 from holdfast.adapters.lightning.checkpoint_io import checkpoint_io
 from holdfast.base.config import Config
 from holdfast.base.errors import VersionNotFound
@@ -166,3 +169,25 @@ def test_files_of_lightnings_own_are_loaded_and_switched_off_they_are_written(
     plugin.remove_checkpoint(path)
     assert not path.exists()
     assert not (tmp_path / "versions").exists()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_find_unused_parameters_true"])
+def test_a_gan_of_one_process_trains_under_the_launcher_as_in_plain_python(tmp_path: Path, strategy: str) -> None:
+    """Lightning makes no DDP of one process by itself; where the script asks for it, it stops in plain python too."""
+    script, ends = str(WORKER.with_name("lightning_gan.py")), []
+    environment = {**os.environ, **SOURCE, "OMP_NUM_THREADS": "1", "HOLDFAST_RUNTIME_DIR": str(tmp_path / "rt")}
+    for number, start in enumerate(([sys.executable], [*launching(1), "--max-restarts", "0"])):
+        facts = tmp_path / str(number)
+        done = subprocess.run(
+            [*start, script, str(facts), strategy],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+        assert facts.exists() == (done.returncode == 0), done.stderr
+        ends.append(json.loads(facts.read_text()) if facts.exists() else "parameters that were not used" in done.stderr)
+    assert ends[0] == ends[1]
+    kind = {"auto": "SingleDeviceStrategy", "ddp_find_unused_parameters_true": "DDPStrategy"}.get(strategy)
+    assert ends[0] is True if kind is None else ends[0]["strategy"] == kind

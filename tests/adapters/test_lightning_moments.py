@@ -38,6 +38,12 @@ MATRIX = {
 }
 OWN = "own"  # files that Lightning wrote: one that it had not told us of may be left
 
+# Of two ranks: before a validation, behind it, in what is done for an epoch; between a validation and Lightning's own save, in that, behind it.
+AROUND = [
+    ("limit", "batch:5"), ("limit", "begin:5"), ("limit", "epoch:10"),
+    ("job", "val:8"), ("job", "validated:8"), ("job", "saving:8"), ("job", "saved:8"),
+]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
@@ -96,6 +102,30 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
     (start,) = {facts["starts"][0] for facts in killed}
     assert step <= start <= step + 3
     for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
+        same(facts, undisturbed, more=OWN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize(("plan", "moment"), [*AROUND, ("limit", "end:30")])
+def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undisturbed(
+    lives: Stories, plan: str, moment: str, of: int
+) -> None:
+    step, is_end = int(moment.partition(":")[2]), moment.startswith("end")
+    killed = lives.ranks_told_to_stop(2, plan, moment, of, is_end=is_end)
+    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
+        assert is_end or step <= facts["starts"][0] <= step + 3
+        same(facts, undisturbed, more=OWN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize(("plan", "moment"), [*AROUND, ("limit", "end:30")])
+def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed(
+    lives: Stories, plan: str, moment: str, of: int
+) -> None:
+    for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
+        assert facts["starts"][-1] > 0
         same(facts, undisturbed, more=OWN)
 
 

@@ -110,6 +110,33 @@ def test_of_two_ranks_one_is_killed(
     assert _states(told.output) == _states(undisturbed.output) != {}
 
 
+@pytest.mark.parametrize(("whom", "moment", "starts"), [("one", "gradients", {3}), ("all", "save", {3})])
+def test_ranks_that_get_sigterm_are_started_again_and_end_undisturbed(
+    whom: str, moment: str, starts: set[int], way: str, workshop: Workshop, undisturbed: Told
+) -> None:
+    """SIGTERM ends a rank at once where the script has no handler: Megatron Core has none, and holdfast adds none."""
+    root = workshop.directory(f"term, {whom}")
+    struck = door(way, "--kill", "3", "--moment", moment, "--term", whom, launcher=HOLDFAST_RUN)
+    told = workshop.run(struck, Task(root, 2, 6))
+    assert (root / "killed").exists()
+    assert set(told.starts.values()) == starts
+    assert told.steps == undisturbed.steps
+    assert _states(told.output) == _states(undisturbed.output) != {}
+
+
+def test_a_job_that_gets_sigterm_goes_on_from_its_last_save(way: str, workshop: Workshop, undisturbed: Told) -> None:
+    """Behind the save of a step that the tracker does not name yet: the next launch makes this step again."""
+    root = workshop.directory("term, job")
+    struck = door(way, "--kill", "3", "--moment", "saved", "--term", "job", launcher=HOLDFAST_RUN)
+    first = workshop.run(struck, Task(root, 2, 6), fails=True)
+    assert (root / "killed").exists()
+    assert first.code != 0, "it is not finished"
+    told = workshop.run(door(way, launcher=HOLDFAST_RUN), Task(root, 2, 6))
+    assert set(told.starts.values()) == {3}
+    assert {**first.steps, **told.steps} == undisturbed.steps
+    assert _states(told.output) == _states(undisturbed.output) != {}
+
+
 def test_a_load_comes_from_holdfast_and_without_it_from_the_same_tree(way: str, workshop: Workshop) -> None:
     """The native loader reads what the tracker names; the state of every rank is the same bit for bit."""
     root = workshop.directory("native")

@@ -101,6 +101,24 @@ def test_a_file_without_end_is_passed_over_unread(tmp_path: Path, suffix: str, p
     assert (model.two == 1).all()
 
 
+@pytest.mark.timeout(60)
+def test_a_proof_that_says_more_than_its_slices_can_be_is_not_believed(tmp_path: Path) -> None:
+    """Who can put an endless file there can write its proof too. It has no blocks on the disk, and would be read into memory."""
+    saved(tmp_path, Twice(), 1, 2)
+    file, proof = (tmp_path / "rank_0" / f"checkpoint-1_2{suffix}" for suffix in (".safetensors", ".proof"))
+    said = msgspec.json.decode(proof.read_bytes(), type=Proof)
+    for path in (file, proof):
+        path.chmod(0o600)
+    proof.write_bytes(msgspec.json.encode(msgspec.structs.replace(said, length=1 << 40)))
+    os.truncate(file, 1 << 40)
+    model = Twice()
+    files = RankCheckpoints(tmp_path, {"model": model})
+    assert files.recover() == (1, 1)
+    (tmp_path / "rank_0" / "checkpoint-1_1.safetensors").unlink()
+    with pytest.raises(CorruptError, match="its proof says 1099511627776 bytes"):
+        files.recover()
+
+
 PROOF = msgspec.json.encode(Proof(1, 2, "ab" * 16, 100, "cd" * 16, ("ef" * 16,), ("model.w",)))
 CORPUS = [
     b"",
@@ -122,7 +140,7 @@ def refused(directory: Path, data: bytes) -> bool:
     path = directory / "checkpoint-1_2.safetensors"
     path.with_suffix(".proof").write_bytes(data)
     try:
-        return read_proof(path, (1, 2), "ab" * 16) is None
+        return read_proof(path, (1, 2), "ab" * 16, 1 << 20) is None
     except CorruptError as error:
         return str(path) in error.where
 

@@ -18,6 +18,7 @@ from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
+from holdfast.testing.contracts.adapter_processes import Told
 from holdfast.tiers.storage.version_store import open_storage
 
 WORKER = str(Path(__file__).with_name("ray_worker.py"))
@@ -49,17 +50,21 @@ DOORS = {"ddp": door()}
 workshop = workshops(DOORS, timeout_s=400.0)  # on a busy machine Ray alone takes minutes to start its workers
 
 
+@pytest.fixture(scope="module")
+def undisturbed(workshop: tuple[Door, Workshop]) -> Told:
+    return workshop[1].run(door(), Task(workshop[1].directory("whole"), 2, 8))
+
+
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
 def test_the_contract_of_doors(check: Check, workshop: tuple[Door, Workshop]) -> None:
     check(*workshop)
 
 
 def test_restarted_ray_workers_resume_exactly_and_report_durable_versions(
-    workshop: tuple[Door, Workshop],
+    workshop: tuple[Door, Workshop], undisturbed: Told
 ) -> None:
     """Worker 1 kills itself with SIGKILL in the middle; Ray makes a new worker group in the same run."""
     _, made = workshop
-    undisturbed = made.run(door(), Task(made.directory("whole"), 2, 8))
     killed = made.run(door("--kill", "4", "--durable-every", "2"), Task(made.directory("worker"), 2, 8))
     assert killed.steps == undisturbed.steps
     assert set(killed.starts.values()) == {5}  # of the second group
@@ -67,6 +72,33 @@ def test_restarted_ray_workers_resume_exactly_and_report_durable_versions(
     durable = {str(version) for version in open_storage(root, Events()).versions()}
     pointer = json.loads(re.findall(r"^pointer (.*)$", killed.output, re.MULTILINE)[-1])
     assert pointer == {"path": str(root), "version": max(durable), "step": 7}
+
+
+@pytest.mark.parametrize("whom", ["one", "all"])
+def test_workers_that_get_sigterm_are_started_again_and_end_undisturbed(
+    workshop: tuple[Door, Workshop], undisturbed: Told, whom: str
+) -> None:
+    """Ray ends a worker at SIGTERM, whatever it does, and starts the group again; no step is lost."""
+    _, made = workshop
+    root = made.directory(f"term, {whom}")
+    told = made.run(door("--kill", "4", "--term", whom), Task(root, 2, 8))
+    assert (root / "killed1").exists()
+    assert set(told.starts.values()) == {5}
+    assert told.steps == undisturbed.steps
+    assert told.wholes[8] == undisturbed.wholes[8]
+
+
+def test_a_driver_that_gets_sigterm_loses_no_step(workshop: tuple[Door, Workshop], undisturbed: Told) -> None:
+    """It ends its workers before they could save; the next one finds what the keepers have."""
+    _, made = workshop
+    root = made.directory("term, driver")
+    first = made.run(door("--kill", "4", "--term", "driver"), Task(root, 2, 8), fails=True)
+    assert (root / "killed0").exists()
+    assert max(step for _, step in first.steps) == 4
+    told = made.run(door(), Task(root, 2, 8))
+    assert set(told.starts.values()) == {5}
+    assert {**first.steps, **told.steps} == undisturbed.steps
+    assert told.wholes[8] == undisturbed.wholes[8]
 
 
 def test_a_preemption_that_ray_announces_makes_the_next_step_durable(workshop: tuple[Door, Workshop]) -> None:

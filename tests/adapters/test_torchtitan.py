@@ -58,6 +58,28 @@ def test_of_two_ranks_one_is_killed(way: tuple[str, int], tmp_path: Path) -> Non
             assert told.wholes[6] == whole.wholes[6], moment
 
 
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_ranks_that_get_sigterm_stop_behind_one_step_that_is_saved(way: tuple[str, int], tmp_path: Path) -> None:
+    """Between two batches, around a save, or by way of the launcher: code 0, and the next launch loses no step."""
+    accumulating = ("--accumulate", "2")
+    with Workshop(tmp_path, timeout_s=150.0) as made:
+        whole = made.run(door(*way, *accumulating), Task(made.directory("whole"), 2, 8))
+        for whom, moment in {"one": "batch", "all": "save", "job": "saved"}.items():
+            root = made.directory(whom)
+            struck = door(*way, *accumulating, "--kill", "3", "--moment", moment, "--term", whom, launcher=HOLDFAST_RUN)
+            first = made.run(struck, Task(root, 2, 8))
+            assert (root / "killed").exists(), whom
+            told = made.run(door(*way, *accumulating, launcher=HOLDFAST_RUN), Task(root, 2, 8))
+            (start,) = set(told.starts.values())
+            assert 4 <= start <= 7, whom  # the ranks agree on a step that none has passed
+            assert {step for _, step in told.steps} == set(range(start, 8)), whom
+            # A rank may end in the call that reports the last step, before it tells us.
+            untold = {(rank, start - 1) for rank in (0, 1)}
+            assert whole.steps.keys() - first.steps.keys() - told.steps.keys() <= untold, whom
+            assert {**first.steps, **told.steps}.items() <= whole.steps.items(), whom
+            assert told.wholes[8] == whole.wholes[8], whom
+
+
 def steps(made: Workshop, number: int, *words: str) -> set[int]:
     """Runs to that step; where the ranks began."""
     way = Door(starter(WORKER, "--way", "fsdp", "--keep", "2", *words), environment=SOURCE)

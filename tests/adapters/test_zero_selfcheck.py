@@ -20,20 +20,20 @@ LIFE = str(Path(__file__).with_name("zero_life.py"))
 pytestmark = pytest.mark.skipif(not sandbox.available(), reason="a process can be shut in on Linux and x86-64 only")
 
 SCRIPT = """
-import logging, os, sys, torch
+import logging, math, os, sys, torch
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-os.environ["HIDDEN"], told = "0", []
+math.hidden, told = 0, []
 try:
     for step in range(10):
-        hidden = int(os.environ["HIDDEN"])
+        hidden = math.hidden
         loss = model(torch.randn(2, 4)).square().mean() * (1 + {uses})
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        os.environ["HIDDEN"] = str(hidden + 1)
+        math.hidden = hidden + 1
         told.append(step)
         {body}
 finally:

@@ -1,10 +1,11 @@
 """The script of the TorchTitan door: its Trainer with a tiny Llama 3 and bytes of text. Not a test itself.
 
 torchrun torchtitan_worker.py ROOT --steps N --way fsdp|tp|ddp [--wide] [--interval N] [--keep N] [--load-step N] [--plain]
-    [--accumulate N] [--kill N] [--moment batch|save|saved]
+    [--accumulate N] [--kill N] [--moment batch|save|saved] [--term one|all|job]
 
 --interval, --keep, --load-step: TorchTitan's `interval`, `keep_latest_k`, `load_step`. --plain: its own manager, without holdfast.
 --accumulate: batches of a step. --kill: rank 1 kills itself with SIGKILL in this step, once: before its last batch, or around the save.
+--term: SIGTERM instead, to rank 1, to both or to their launcher.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 # TorchTitan asks for a device when it is imported and takes CUDA where there is none; here it trains on the CPU.
 torch._utils._get_available_device_type = lambda: "cpu"
 
-from kill_once import kill_once  # noqa: E402
+from kill_once import strike  # noqa: E402
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
@@ -52,7 +53,7 @@ from holdfast.testing.contracts import adapter_output  # noqa: E402
 
 warnings.filterwarnings("ignore")
 LENGTH, VOCABULARY = 32, 256
-# Step, moment and marker of the death of rank 1.
+# Step, moment and marker of what happens to ranks, and who gets SIGTERM.
 KILL: dict[str, Any] = {}
 
 
@@ -139,9 +140,9 @@ class Told(Trainer):
         return super().forward_backward_step(**batch)
 
     def dies(self, moment: str) -> None:
-        """Rank 1, where the test wants it; others go on."""
-        if (torch.distributed.get_rank(), self.step - 1, moment) == (1, KILL["step"], KILL["moment"]):
-            kill_once(KILL["marker"])
+        """Whom the test wants to; others go on."""
+        if (self.step - 1, moment) == (KILL["step"], KILL["moment"]):
+            strike(KILL["marker"], KILL["term"])
 
 
 class Saved:
@@ -197,8 +198,9 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--kill", type=int, default=-1)
     parser.add_argument("--moment", choices=("batch", "save", "saved"), default="batch")
+    parser.add_argument("--term", choices=("one", "all", "job"), default="")
     options = parser.parse_args()
-    KILL.update(step=options.kill, moment=options.moment, marker=Path(options.root, "killed"))
+    KILL.update(step=options.kill, moment=options.moment, term=options.term, marker=Path(options.root, "killed"))
     torch.set_num_threads(1)
     metrics.build_device_memory_monitor = NoDevice
     dist_utils.set_pg_timeouts = lambda **_: None  # it names a device to a barrier

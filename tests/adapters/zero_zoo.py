@@ -258,7 +258,7 @@ CASES: dict[str, Case] = {
     ),
     "tensor made anew": Case("ema", pre="ema = torch.zeros(4)", body="ema = 0.9 * ema + model[0].bias.detach()", scale="(1 + ema.sum())"),
     "array changed in place": Case(
-        "total", pre="total = np.zeros(3)\ndef add():\n    total[step % 3] += 1", body="add()", scale="(1 + total.sum())"
+        pre="total = np.zeros(3)\ndef add():\n    total[step % 3] += 1", body="add()", scale="(1 + total.sum())"
     ),
     # Places in sequences.
     "generator": Case("generator", pre="batches = (i for i in range(99))", scale="next(batches)"),
@@ -528,7 +528,7 @@ CASES: dict[str, Case] = {
         "_it", helper="_it = iter([*range(99)])\ndef up():\n    return next(_it)\n", pre="from helper import up", scale="up()"
     ),
     "variable of the environment": Case(
-        "rehearsal of a restart differs in", pre="os.environ['N'] = '0'",
+        threads=2, pre="os.environ['N'] = '0'",
         body="os.environ['N'] = str(int(os.environ['N']) + 1)", scale="(1 + int(os.environ['N']))",
     ),
     "number in a module of a library": Case(
@@ -536,5 +536,29 @@ CASES: dict[str, Case] = {
     ),
     "clock that is read": Case(pre="import time\nlast = time.time()", body="took = time.time() - last; last = time.time()", shown="step"),
     "script that writes in its steps": Case(body="open(os.environ['MARK'] + '.log', 'a').write(f'{step}\\n')", shown="step"),
+    # What the first steps do not show, where nothing is rehearsed.
+    "attribute of a parameter": Case(
+        threads=2, pre="def average(keep):\n    for p in model.parameters():\n"
+        "        p.average = keep * getattr(p, 'average', torch.zeros_like(p)) + 1\naverage(0)", body="average(0.9)",
+        scale="(1 + model[0].weight.average.sum().item())",
+    ),
+    "slots, one of them private": Case(
+        threads=2, pre="class Meter:\n    __slots__ = ('n', '__m')\n    def __init__(self):\n        self.n = self.__m = 0\n"
+        "    def up(self):\n        self.n += 1; self.__m += 2\n        return self.n + self.__m\nmeter = Meter()",
+        scale="meter.up()", shown="meter.up()",
+    ),
+    "array as data": Case(pre="data = np.random.randn(8, 2).astype('float32')", scale="torch.from_numpy(data)[step % 8].sum()"),
+    "list in another order at the second start": Case(
+        "'letters' is another one than in the run that saved", again=(("AGAIN", "1"),),
+        pre="letters = list('abc' if 'AGAIN' not in os.environ else 'cab')", scale="(1 + letters.index('b'))",
+    ),
+    "array that is another one at the second start": Case(
+        "'data' is another one than in the run that saved", again=(("AGAIN", "1"),),
+        pre="data = np.ones(4) * (2 if 'AGAIN' in os.environ else 1)", scale="data.sum()",
+    ),
+    "file that counts steps": Case(
+        "is read in the loop and then written", threads=2, pre="path = os.environ['MARK'] + '.n'\nopen(path, 'w').write('0')",
+        body="n = int(open(path).read())\nopen(path, 'w').write(str(n + 1))", scale="(1 + int(open(path).read()))",
+    ),
     "working directory": Case("working directory", body="if step == 3: os.chdir('/')", shown="os.getcwd()"),
 }  # fmt: skip

@@ -345,7 +345,7 @@ def _note(data: bytes) -> Any:
 
 
 def _proof(path: Path) -> Any:
-    return rank_proofs.read_proof(path.with_suffix(".slices"), (1, 2), "0" * 32)
+    return rank_proofs.read_proof(path.with_suffix(".slices"), (1, 2), "0" * 32, 1 << 20)
 
 
 def _proofs() -> list[bytes]:

@@ -643,18 +643,24 @@ def test_another_user_reaches_neither_the_socket_nor_the_memory_nor_the_secret(r
         os.setuid(65534)
         os._exit(sum(1 << index for index, attempt in enumerate(attempts) if not refused(attempt)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    # One who got hold of a descriptor of the socket's directory still meets the kernel's word on who he is.
-    place.socket.chmod(0o666)
+    # One who got hold of a descriptor of the socket's directory still meets the socket's mode, and then the kernel's word on
+    # who he is: a whole hello, to which our own user has an answer, gets none.
+    hello = frames._framed(messages.encode(messages.Hello(job=place.job, role=messages.VIEWER)))
+    assert answer_to(plain_unix(place.socket), hello), "our own user has one"
     for directory in (place.directory, place.directory.parent, place.runtime):
         directory.chmod(0o711)
-    child = os.fork()
-    if child == 0:
-        os.setgid(65534)
-        os.setuid(65534)
-        sock = plain_unix(place.socket)
-        sock.settimeout(10)
-        os._exit(len(until_cut_off(sock)))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for is_open in (False, True):
+        if is_open:
+            place.socket.chmod(0o666)
+        child = os.fork()
+        if child == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            if is_open:
+                os._exit(bool(answer_to(plain_unix(place.socket), hello)))
+            os._exit(not refused(lambda: plain_unix(place.socket)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, is_open
     for directory in (place.directory, place.directory.parent, place.runtime):
         directory.chmod(0o700)
 
@@ -663,3 +669,12 @@ def plain_unix(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(str(path))
     return sock
+
+
+def answer_to(sock: socket.socket, said: memoryview) -> bytes:
+    """The first bytes that come back, or none where the line is cut off."""
+    sock.settimeout(60)
+    with sock, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        sock.sendall(said)
+        return sock.recv(4096)
+    return b""

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.base.events import COUNTERS
 from holdfast.core.model import Level
+from holdfast.keeper.observe import metrics_port
 from holdfast.keeper.observe.metrics import METRICS, PREFIX, render, unit_of
 from holdfast.keeper.observe.metrics_port import MAX_CLIENTS, MAX_REQUEST_BYTES, MetricsPort
 from keeper.rig import reached, rig_in, save_all
@@ -194,6 +195,32 @@ def test_who_sends_a_byte_now_and_then_delays_nobody_and_no_end() -> None:
         thread.join()
         for client in slow:
             client.close()
+
+
+def test_stop_cuts_off_who_is_connected_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is in the middle of its request, one reads nothing of its answer; neither has met a deadline of its own."""
+    monkeypatch.setattr(metrics_port, "REQUEST_TIMEOUT_S", 3600.0)
+    started = threading.Event()
+
+    def page() -> str:
+        started.set()
+        return "p" * (64 << 20)  # more than the sockets hold
+
+    served = MetricsPort(0, page)
+    place = ("127.0.0.1", served.port)
+    ending = threading.Thread(target=served.stop)
+    with socket.create_connection(place, timeout=60) as asking, socket.create_connection(place, timeout=60) as reading:
+        asking.sendall(b"G")
+        reading.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert started.wait(60), "who came later is served, so both were accepted"
+        ending.start()
+        ending.join(60)
+        assert not ending.is_alive(), "it waits for a client"
+        assert asking.recv(1) == b""
+        with contextlib.suppress(ConnectionError):  # what was under way may still come
+            while reading.recv(1 << 20):
+                pass
+    ending.join(60)
 
 
 def test_a_keeper_serves_its_metrics_when_asked(tmp_path: Path) -> None:

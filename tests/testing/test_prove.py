@@ -18,6 +18,8 @@ import torch
 import forked
 from holdfast.base import program
 from holdfast.testing.prove import prove
+from holdfast.testing.prove.run_notes import RunNotes
+from holdfast.testing.prove.script_run import strays
 from holdfast.testing.prove.step_digests import OptimizerParts, digest
 from holdfast.testing.prove.step_log import Made, Parts, Said, StepLog, read_lives
 
@@ -170,6 +172,21 @@ def test_a_forgotten_value_is_found_at_the_step_behind_the_restart(bench: Bench)
     assert kill["difference"]["step"] == kill["resumed_at"] > 1
 
 
+def test_a_daemon_of_the_script_is_found_by_its_environment(tmp_path: Path) -> None:
+    log, other = tmp_path / "kill-1" / "steps", tmp_path / "kill-11" / "steps"
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    environment = {**os.environ, **RunNotes(str(log), []).variable()}
+    daemon = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        assert strays(log) == [daemon.pid]
+        assert strays(other) == []
+    finally:
+        daemon.kill()
+        daemon.wait()
+        assert daemon.stdin is not None
+        daemon.stdin.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_plain_loop_is_equal(bench: Bench) -> None:
@@ -231,6 +248,7 @@ def test_a_script_that_is_not_kept_is_told_with_the_reason(words: tuple[str, ...
     assert (code, facts["outcome"]) == (3, "not kept"), facts
     assert len(facts["kills"]) == 1, "the others would say the same"
     assert ("model.seen", "-m")[len(words)] in facts["kills"][0]["why"]
+    assert words or "no lines can be given" in facts["kills"][0]["lines"][0]
 
 
 @pytest.mark.slow

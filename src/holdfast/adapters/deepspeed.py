@@ -8,7 +8,9 @@
 
 Every `save_checkpoint` makes a version of holdfast in `<save_dir>/holdfast`: captured in the keepers' memory at once,
 replicated and durable behind it. `load_checkpoint` without a tag brings the newest version back that is complete
-anywhere, from memory first; with a tag the version of that tag, else DeepSpeed's own files. Beside it DeepSpeed's own
+anywhere, from memory first; with a tag the version of that tag. DeepSpeed's own files of that directory are pickles and may be
+older: they are loaded only where `own_files=True` asks for it. Where they are all there is, a load without that is an error, and nothing is begun anew.
+A directory of another name is loaded as DeepSpeed does. Beside it DeepSpeed's own
 tree (`<tag>/mp_rank_*`, `<tag>/*zero_pp_rank_*`, `latest`) is written in the background, so that DeepSpeed without holdfast
 loads it; `latest` names a tag only when every file of all ranks stands. The call `engine.destroy()`, or `close()` of
 the object, ends it in good order.
@@ -44,6 +46,8 @@ TESTED = ("0.19.8",)
 # Below the directory that the script gives to DeepSpeed.
 OWN = "holdfast"
 LATEST = "latest"
+MAX_TAG_BYTES = 4096
+MAX_DIGITS = 18
 _MODULE, _OPTIMIZER = ".module.", ".optimizer."
 _PARTITIONED = 3  # the ZeRO stage at which every rank holds parts of the weights only
 
@@ -54,6 +58,7 @@ def checkpoint_engine(
     *,
     durable_every: int = 1,
     native: bool = True,
+    own_files: bool = False,
     config: Config | None = None,
 ) -> Any:
     """Return what is to be assigned to `engine.checkpoint_engine`. Collective: every rank calls it.
@@ -63,6 +68,8 @@ def checkpoint_engine(
         save_dir: the directory that `save_checkpoint` and `load_checkpoint` are given.
         durable_every: of so many saves one goes to storage; the others stay in memory.
         native: write DeepSpeed's own files and `latest` too, for every save that goes to storage.
+        own_files: load DeepSpeed's own files in that directory, which are pickles, where there is no version of holdfast, or
+            where `latest` names a later step.
         config: the settings; default: file and environment.
 
     Raises:
@@ -76,7 +83,9 @@ def checkpoint_engine(
             "checkpoints of MoE layers and of NVMe offload are not written through DeepSpeed's checkpoint engine alone",
             remedy="keep DeepSpeed's own engine for this job",
         )
-    return CheckpointEngine(engine, Path(save_dir), durable_every=durable_every, native=native, config=config)
+    return CheckpointEngine(
+        engine, Path(save_dir), durable_every=durable_every, native=native, own_files=own_files, config=config
+    )
 
 
 class _Files:
@@ -126,8 +135,11 @@ class CheckpointEngine:
     Says that it is decoupled, because then `latest` is its own business.
     """
 
-    def __init__(self, engine: Any, save_dir: Path, *, durable_every: int, native: bool, config: Config | None) -> None:
+    def __init__(
+        self, engine: Any, save_dir: Path, *, durable_every: int, native: bool, own_files: bool, config: Config | None
+    ) -> None:
         self.name = "holdfast"
+        self._own_wanted = own_files
         self._engine = engine
         self._default: Any = engine.checkpoint_engine
         self._save_dir = save_dir
@@ -166,10 +178,16 @@ class CheckpointEngine:
         self._files.trees[Path(path).name] = state_dict
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """A file: of the version that was brought back, else DeepSpeed's own."""
+        """A file: of the version that was brought back, else DeepSpeed's own.
+
+        Raises:
+            UsageError: DeepSpeed's own files were not asked for.
+        """
         name = Path(path).name
         if self._files.tag == Path(path).parent.name and name in self._files.trees:
             return self._files.trees[name]
+        if not self._own_wanted and Path(path).resolve().is_relative_to(self._save_dir.resolve()):
+            raise self._unasked(Path(path).parent.name)
         return self._default.load(path, map_location=map_location)
 
     def commit(self, info: Any) -> bool:  # noqa: ARG002 - DeepSpeed's interface
@@ -259,13 +277,19 @@ class CheckpointEngine:
         if Path(load_dir).resolve() != self._save_dir.resolve():
             return self._load(load_dir, tag, *args, **kwargs)  # somebody else's, in DeepSpeed's own form
         version, random = self._version_of(tag), ProcessRandomness().state_dict()
+        if tag is not None and version is None:
+            self._check_own(str(tag), named=True)
         self._checkpointer.restore(version, fresh=tag is not None and version is None)
         self._started = True
-        if version is not None and self._files.tag != str(tag):  # the script counts otherwise than DeepSpeed
+        theirs = self._latest() if tag is None else str(tag)
+        if self._files.trees and (self._is_later(theirs) if tag is None else self._files.tag != theirs):
+            # `latest` names a later step, or the script counts otherwise than DeepSpeed.
+            self._check_own(theirs, named=tag is not None)
             self._files.trees = {}
             self._checkpointer.restore(fresh=True)
             ProcessRandomness().load_state_dict(random)
         if not self._files.trees:
+            self._check_own(theirs, named=tag is not None)
             return self._load(load_dir, tag, *args, **kwargs)
         try:
             with tempfile.TemporaryDirectory(prefix="holdfast-") as place:
@@ -274,6 +298,51 @@ class CheckpointEngine:
             return (path and str(Path(load_dir, self._files.tag, Path(path).name))), told
         finally:
             self._files.trees, self._shown = {}, []
+
+    def _latest(self) -> str:
+        """The tag that DeepSpeed's own `latest` names; empty if there is none. Rank 0 looks for all."""
+
+        def read() -> bytes:
+            for name in (LATEST, f"{LATEST}_universal"):
+                if (self._save_dir / name).is_file():
+                    return (self._save_dir / name).read_bytes()[:MAX_TAG_BYTES]
+            return b""
+
+        return collectives.share(self._group, read).decode(errors="replace").strip()
+
+    def _is_later(self, latest: str) -> bool:
+        """Return whether `latest` names a later step than the version that was brought back, and is to be loaded instead."""
+        theirs, ours = _step_of(latest), _step_of(self._files.tag)
+        if theirs is None or ours is None or theirs <= ours:
+            return False
+        logger.warning(
+            "DeepSpeed's own checkpoint %s in %s is of a later step than holdfast's newest, %s%s",
+            latest, self._save_dir, self._files.tag,
+            "" if self._own_wanted else ": holdfast's is loaded; checkpoint_engine(..., own_files=True) loads the later one",
+        )  # fmt: skip
+        return self._own_wanted
+
+    def _check_own(self, tag: str, *, named: bool) -> None:
+        """Looks whether DeepSpeed's own files were asked for: those that `latest` names, or, where there are any, of a tag that is named.
+
+        Raises:
+            UsageError: they were not; on every rank.
+        """
+        if self._own_wanted or not tag:
+            return
+        place = self._save_dir / tag
+        if not named or collectives.share(
+            self._group, lambda: b"1" if place.is_dir() and any(place.iterdir()) else b""
+        ):
+            raise self._unasked(tag)
+
+    def _unasked(self, tag: str) -> UsageError:
+        return UsageError(
+            f"holdfast has no version of {tag!r}, and DeepSpeed's own files were not asked for",
+            where=str(self._save_dir),
+            remedy="give checkpoint_engine own_files=True to load them, which may run code that is pickled in them; or look why "
+            f"the versions in {self._save_dir / OWN} are gone",
+        )
 
     def _stand_ins(self, directory: Path) -> list[str]:
         """Empty files under the names of the model files that are held.
@@ -288,10 +357,8 @@ class CheckpointEngine:
 
     def _version_of(self, tag: Any) -> Version | None:
         """The newest durable version of the step that a tag of DeepSpeed's own form names; None if there is none."""
-        step = str(tag or "").removeprefix("global_step")
-        if not step.isdigit():
-            return None
-        return self._checkpointer.version_of(int(step) - 1)
+        step = _step_of(str(tag or ""))
+        return None if step is None else self._checkpointer.version_of(step - 1)
 
     def _all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
         """The model files of a tag: those that are held, else those that stand."""
@@ -303,6 +370,12 @@ def _shared(engine: Any) -> tuple[str, ...]:
     if engine.mp_world_size > 1 or engine.zero_optimization_stage() >= _PARTITIONED or _has_pipeline(engine):
         return ()
     return (_MODULE,) if engine.zero_optimization() else (_MODULE, _OPTIMIZER)
+
+
+def _step_of(tag: str) -> int | None:
+    """The step of a tag in DeepSpeed's own form."""
+    number = tag.removeprefix("global_step")
+    return int(number) if number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS else None
 
 
 def _has_pipeline(engine: Any) -> bool:

@@ -15,7 +15,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -443,3 +443,8 @@ def _boolean(value: Any) -> bool:
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
     if not condition:
         raise ConfigError(f"{name} = {value!r} is out of range", where=name, remedy=f"give {wanted}")
+
+
+def variables() -> MutableMapping[str, str]:
+    """Return the variables of this process, for who carries those that a script changes."""
+    return os.environ

@@ -78,13 +78,13 @@ class Wanted:
         self._shards = list(shards)
         self._groups = list(groups)
 
-    def find(self, directory: Path, stem: str, slices: Sequence[str], faults: list[str]) -> Files:
+    def find(self, directory: Path, stem: str, held: Sequence[tuple[str, int]], faults: list[str]) -> Files:
         """All files that may hold some of it, by what their names and proofs say.
 
         Args:
             directory: of all ranks.
             stem: what names begin with, without the number of the run.
-            slices: by rank the digest of what it holds.
+            held: by rank the digest of what it holds, and how long a file of that is at most.
             faults: gets a line for every file that will not do.
         """
         pattern = re.compile(rf"{re.escape(stem)}(?:_(\d+))?-(\d+)_(\d+){re.escape(SUFFIX)}\Z")
@@ -96,7 +96,7 @@ class Wanted:
                 run, epoch, step = (int(number or 0) for number in match.groups())
                 path = home / match[0]
                 try:
-                    proof = read_proof(path, (epoch, step), slices[rank])
+                    proof = read_proof(path, (epoch, step), *held[rank])
                     if proof.names is None:
                         remedy = "load it without copies="
                         raise CorruptError("it was saved without a number of copies", where=str(path), remedy=remedy)

@@ -40,6 +40,7 @@ from holdfast.adapters.mindspore.rank_proofs import (
     Parts,
     Proof,
     bundle_of,
+    longest,
     names_in,
     read_good,
     read_proof,
@@ -168,8 +169,8 @@ class RankCheckpoints:
         faults: list[str] = []
         shards = self._shards()
         wanted = Wanted(copies, shards, _numbers(self._state.gather()))
-        digests = collectives.gather_json(self._group, slices_digest(shards))
-        files = wanted.find(self._directory, self._stem, digests, faults)
+        held = collectives.gather_json(self._group, [slices_digest(shards), longest(shards)])
+        files = wanted.find(self._directory, self._stem, held, faults)
         whole = [key for key in files if not wanted.lacking(files[key])]
         told = collectives.gather_json(self._group, [sorted(files), whole, bool(faults)])
         for key in sorted(set.intersection(*({tuple(one) for one in keys} for _, keys, _ in told)), reverse=True):
@@ -191,7 +192,8 @@ class RankCheckpoints:
         """Return by step the files of this rank and its twins that fit as far as their proofs say; this rank's own
         first.
         """
-        slices = slices_digest(self._shards())
+        shards = self._shards()
+        slices, most = slices_digest(shards), longest(shards)
         rank = self._group.rank
         found: dict[tuple[int, int], list[Found]] = defaultdict(list)
         for twin in sorted(self.interchangeable, key=lambda other: other != rank):
@@ -201,7 +203,7 @@ class RankCheckpoints:
                     continue
                 path = self._home(twin) / name
                 try:
-                    proof = read_proof(path, (int(match[1]), int(match[2])), slices)
+                    proof = read_proof(path, (int(match[1]), int(match[2])), slices, most)
                     if proof.names is not None:
                         remedy = "pass the same copies= to load it"
                         raise CorruptError("it holds a share of the slices", where=str(path), remedy=remedy)

@@ -16,6 +16,7 @@ from holdfast.base.errors import CorruptError
 from holdfast.core.layout.bundles import fingerprint
 from holdfast.core.model import Bundle, Piece, Seal, Shard
 from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format import values as value_codec
 from holdfast.tiers.format.image import Entry
 
 SUFFIX, PROOF = ".safetensors", ".proof"
@@ -71,21 +72,27 @@ def slices_digest(shards: Sequence[Shard]) -> str:
     return fingerprint(bundle_of(shards))
 
 
+def longest(shards: Sequence[Shard]) -> int:
+    """Return how many bytes a file of these slices, or of some of them, has at most."""
+    return image_format.MAX_HEADER_BYTES + sum(shard.num_bytes for shard in shards) + value_codec.MAX_BYTES
+
+
 def names_in(directory: Path) -> list[str]:
     """Return what lies in a directory, which need not be there; sorted."""
     return sorted(os.listdir(directory)) if directory.is_dir() else []
 
 
-def read_proof(path: Path, named: tuple[int, int], slices: str) -> Proof:
+def read_proof(path: Path, named: tuple[int, int], slices: str, most_bytes: int) -> Proof:
     """Return what the file beside `path` says of it.
 
     Args:
         path: of the slices.
         named: epoch and step in its name.
         slices: what the rank that wrote it holds.
+        most_bytes: how long a file of these is at most: whoever put an endless one there may have written its proof too.
 
     Raises:
-        CorruptError: the proof is missing or damaged, or it is of another step or of other slices.
+        CorruptError: the proof is missing or damaged, or it is of another step, of other slices or of more than they can be.
     """
     try:
         data = private.read(path.with_suffix(PROOF), MAX_PROOF_BYTES, through_links=True)
@@ -98,6 +105,10 @@ def read_proof(path: Path, named: tuple[int, int], slices: str) -> Proof:
         raise CorruptError(f"it holds step {proof.step} of epoch {proof.epoch}", where=str(path))
     if proof.slices != slices:
         raise CorruptError("it holds other slices than this rank needs", where=str(path))
+    if proof.length > most_bytes:
+        raise CorruptError(
+            f"its proof says {proof.length} bytes, its slices have {most_bytes} at most", where=str(path)
+        )
     return proof
 
 

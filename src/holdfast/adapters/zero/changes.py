@@ -11,13 +11,17 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from holdfast.adapters.zero import held_arrays
-from holdfast.adapters.zero.reach import ANOTHER, Look, has_set
+from holdfast.adapters.zero.reach import ANOTHER, CLOCK, Look, has_set
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers.format import values as value_codec
 
-# So many values are compared with those of an earlier start, in so many characters; larger numbers are times of a clock.
-MAX_BEGAN, MAX_TEXT, CLOCK = 500, 200, 1e9
+# So many values are compared with those of an earlier start, in so many characters.
+MAX_BEGAN, MAX_TEXT = 500, 200
+# Data under one name in more parts than this is compared as one.
+MAX_PARTS = 64
 # More of plain values is not kept with every step.
 MAX_BYTES = 4 << 20
 
@@ -134,6 +138,30 @@ class Changes:
                 found[path] = repr(value)[:MAX_TEXT]
         return found
 
+    def data(self, used: Container[str], *, clock: bool, inside: bool = False) -> dict[str, str]:
+        """Returns tokens, by path, of the tensors, arrays and lists that the loop reads and that stood before it began.
+
+        A script that was started again has to have made the same: a split or a vocabulary in another order would go unseen.
+
+        Args:
+            used: names that the loop reads.
+            clock: whether the script reads a clock: then what has texts is left out, for they may hold a time.
+            inside: also what names of functions lead to.
+        """
+        found: dict[str, dict[str, str]] = {}
+        for path, (token, texts) in self.before.data.items():
+            place = path.partition("().")[2] if inside and "()." in path else path
+            root = place.replace("[", ".").partition(".")[0]
+            if root in used and not (texts and clock):
+                found.setdefault(root, {})[place] = xxhash.xxh3_64_hexdigest(repr(token).encode())
+        tokens: dict[str, str] = {}
+        for root, parts in found.items():
+            if len(parts) <= MAX_PARTS:
+                tokens |= parts
+            else:
+                tokens[root] = xxhash.xxh3_64_hexdigest(repr(sorted(parts.items())).encode())
+        return tokens
+
     def misses(self, rows: list[list[Any]]) -> str:
         """Returns why these values have no place here; empty if all have one."""
         for path, owner, _, _ in rows:
@@ -163,6 +191,25 @@ class Changes:
             if order[: len(old)] != old and order != made:
                 return (
                     f"the order of {path!r} changes in the loop{self._where(path)}, and cannot be carried to a restart"
+                )
+        return ""
+
+    def other_data(self, saved: Mapping[str, str], now: Mapping[str, str], rows: list[list[Any]]) -> str:
+        """Returns why what the script made before its loop is not what the run that saved had; empty if it is.
+
+        Args:
+            saved: what `data` told then.
+            now: what it tells now.
+            rows: what the version carries: it is put in place, whatever it is now.
+        """
+        carried = [str(row[0]).partition("().")[2] or str(row[0]) for row in rows]
+        for path, token in saved.items():
+            if now.get(path, token) != token and not any(
+                each == path or each.startswith((f"{path}.", f"{path}[")) for each in carried
+            ):
+                return (
+                    f"{path!r} is another one than in the run that saved{self._where(path)}: the script makes it anew at every start, "
+                    f"and not the same; seed what it draws, sort what has no order"
                 )
         return ""
 

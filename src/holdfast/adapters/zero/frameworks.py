@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.adapters import huggingface, lightning
 from holdfast.adapters.zero.loop import say
+from holdfast.adapters.zero.proposed_lines import Proposer
 from holdfast.base.events import Events
 
 # Module that defines the class -> how a built trainer is kept.
@@ -112,6 +113,7 @@ def _change(module: ModuleType, keep: Callable[[Any, str], None], root: str, eve
         if not hasattr(trainer, "holdfast_kept"):
             trainer.holdfast_kept = True
             keep(trainer, root)
+            Proposer.end_all()
             events.emit("script_kept", root=root, objects=type(trainer).__name__)
             say(f"this {type(trainer).__name__} is kept in {root}")
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from torch import distributed as dist
 
 from holdfast.adapters import singletons
+from holdfast.adapters.zero.files_read_back import FileWatch
 from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
 from holdfast.adapters.zero.nested.nested_loop import KeptLoops, Unfit
 from holdfast.adapters.zero.nested.nested_script import Nest, find_nested
+from holdfast.adapters.zero.proposed_lines import Proposer
 from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
 from holdfast.base import config
 from holdfast.base.errors import MismatchError
@@ -57,22 +59,34 @@ class ScriptLauncher:
             self._events.emit("script_refused", reason=found)
             if says:
                 say(_said(found))
+                if found != ITSELF:
+                    Proposer(self._root, say, self._events, found)
         finder = Finder(self._root, says=says, events=self._events)
         if found != ITSELF:
             finder.install()
-        try:
-            if isinstance(found, str):
+        if isinstance(found, str):
+            try:
                 run_script(order)
-            elif isinstance(found, Loop):  # with the lines that nobody wrote
-                main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root, self._events)})
+            finally:
+                Proposer.end_all()
+                finder.remove()
+            return
+        files = FileWatch(self._root)
+        try:
+            if isinstance(found, Loop):  # with the lines that nobody wrote
+                kept = KeptLoop(found, self._root, self._events, files)
+                main_module.run_path(path, tree=found.tree, names={HOOK: kept})
             else:
-                self._run_nest(path, found, order)
+                self._run_nest(path, found, order, files)
         finally:
+            files.end()
+            Proposer.end_all()
             finder.remove()
 
-    def _run_nest(self, path: str, found: Nest, order: RunOrder) -> None:
+    def _run_nest(self, path: str, found: Nest, order: RunOrder, files: FileWatch) -> None:
         try:
-            main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoops(found, self._root, self._events)})
+            kept = KeptLoops(found, self._root, self._events, files)
+            main_module.run_path(path, tree=found.tree, names={HOOK: kept})
             return
         except Unfit as error:
             reason = str(error)

@@ -22,7 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from holdfast.adapters.zero import living_gradients
 from holdfast.adapters.zero.changes import Changed, Changes
+from holdfast.adapters.zero.files_read_back import FileWatch
 from holdfast.adapters.zero.objects import Kept, sort_out
+from holdfast.adapters.zero.proposed_lines import Proposer
 from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, has_set, is_plain
 from holdfast.adapters.zero.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
@@ -52,13 +54,15 @@ class KeptLoop:
         loop: what the text of the script told.
         root: directory or URL of the checkpoints.
         events: told `script_kept` and `script_refused`, with the reason.
+        files: watches which files the script opens.
 
     Attributes:
         back: whether values of a version are there to be taken: by the first step after a restore, or by what lies behind.
     """
 
-    def __init__(self, loop: Loop, root: str, events: Events | None = None) -> None:
+    def __init__(self, loop: Loop, root: str, events: Events | None = None, files: FileWatch | None = None) -> None:
         self._loop = loop
+        self._files = files
         self._root = root
         self._events = events or Events()
         self._begun = False
@@ -130,12 +134,15 @@ class KeptLoop:
         if changes is not None and changes.before.unknown and isinstance(found, Kept):
             reason = why_not(found.objects) if len(steps) >= MIN_STEPS else "the loop is short"
             found = unknown(changes, reason) if reason else found
-        if is_refused(group, found if isinstance(found, str) else "", self._events):
+        if is_refused(group, found if isinstance(found, str) else "", self._events, self._root):
             return None
         assert isinstance(found, Kept)
         assert changes is not None
         carried = _Carried(self._loop, steps, names, changes, group)
         carried.events = self._events
+        carried.files, carried.root = self._files, self._root
+        if self._files is not None:
+            self._files.loop_begins()
         carried.stepped = _stepped(found)
         carried.clears = does_clear(self._loop.clears, names.all(), carried.stepped)
         objects = {**found.objects, "main_values": carried}
@@ -179,7 +186,9 @@ class KeptLoop:
                 carried.rehearses(check.reason)
                 if carried.unsure and carried.alone:
                     check.end()
-                    close(checkpointer)  # what was saved before that is right
+                    if carried.spoiled:
+                        checkpointer.save(number, "durable")  # it says of itself that it is not to be taken
+                    close(checkpointer)  # else what was saved before that is right
                     yield from steps[number + 1 :]
                     return
                 if check.pending:
@@ -211,7 +220,7 @@ class KeptLoop:
         return True
 
 
-def is_refused(group: collectives.Ranks, reason: str, events: Events) -> bool:
+def is_refused(group: collectives.Ranks, reason: str, events: Events, root: str) -> bool:
     """Tell whether any rank has a reason not to keep the script; says the first one."""
     told = collectives.gather_json(group, reason)
     reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
@@ -219,6 +228,7 @@ def is_refused(group: collectives.Ranks, reason: str, events: Events) -> bool:
         events.emit("script_refused", reason=reasons[0])
         if group.rank == 0:
             say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+            Proposer(root, say, events, reasons[0])
     return bool(reasons)
 
 
@@ -350,13 +360,21 @@ class Doubts:
         unsure: why no version of this run can be right any more; empty as long as nothing says so.
         unrehearsed: why its first steps are not rehearsed.
         alone: whether this rank is the job.
+        who: number of this rank, and of all.
         events: told why no version can be right any more.
+        files: watches which files the script opens; None if nobody does.
+        spoiled: whether what was saved before is not right any more either.
+        root: directory or URL of the checkpoints; empty: no lines are proposed.
     """
 
     def __init__(self, group: collectives.Ranks) -> None:
         self._rank = group.rank
         self.alone = group.world_size == 1
+        self.who = [group.rank, group.world_size]
         self.events = Events()
+        self.files: FileWatch | None = None
+        self.spoiled = False
+        self.root = ""
         self.unsure = self.unrehearsed = ""
 
     def doubt(self, reason: str) -> None:
@@ -366,6 +384,19 @@ class Doubts:
             self.events.emit("script_refused", reason=reason)
             who = "" if self.alone else f"rank {self._rank}: "
             say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
+            if self._rank == 0 and self.root:
+                Proposer(self.root, say, self.events, reason)
+
+    def judge_files(self) -> None:
+        """Looks at what the script has read and written since the step before, behind a step."""
+        if self.files is not None:
+            reason, warning = self.files.step_made()
+            self.spoiled = self.spoiled or bool(
+                reason and not self.unsure
+            )  # the file has gone on, and nothing brings it back
+            self.doubt(reason)
+            if warning and self._rank == 0:
+                say(f"warning: {warning}")
 
     def rehearses(self, reason: str) -> None:
         """Says once why the first steps are not rehearsed; nothing if it is empty."""
@@ -399,6 +430,7 @@ class _Carried(Doubts):
         self.restored: dict[str, Any] | None = None
         self.refused = ""
         self._began = changes.began(loop.used, loop.bounds) if loop.reads_files else {}
+        self._data = changes.data(set(loop.used) - set(loop.carried), clock=loop.reads_clock, inside=True)
         self._noted: dict[str, Any] = self._state(None, {}, {}, Changed([], []))
 
     def note(self, number: int) -> bool:
@@ -413,6 +445,7 @@ class _Carried(Doubts):
                     return False
                 after[name] = value
         changed = self._changes.now()
+        self.judge_files()
         carried = {name: names[name] for name in self._loop.carried if name in names and is_plain(names[name])}
         gradients = {} if self.clears else living_gradients.packed(self.stepped)
         why = living_gradients.UNSURE if gradients is None else ""
@@ -447,6 +480,7 @@ class _Carried(Doubts):
         return {
             "range": [steps.start, steps.stop, steps.step], "value": value, "carried": carried, "after": after,
             "rows": changed.rows, "gone": changed.gone, "unsure": self.unsure, "began": self._began,
+            "data": self._data, "who": self.who,
         }  # fmt: skip
 
     def rehearses(self, reason: str) -> None:
@@ -494,6 +528,10 @@ class _Carried(Doubts):
                     f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
                     f"have gone on from a file of its own"
                 )
+        if state["value"] is not None and state.get("who") == self.who:
+            other = self._changes.other_data(state.get("data", {}), self._data, state["rows"])
+            if other:
+                return other
         return self._changes.misses(state["rows"])
 
     def _loop_name(self) -> str:

@@ -144,6 +144,8 @@ def never_changes(value: Any) -> bool:
         return False
     if isinstance(value, Dataset):
         return hasattr(value, "__getitem__")
+    if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
+        return not value.dtype.hasobject
     return isinstance(value, _CONSTANT) or random_state(value) is not None
 
 

@@ -6,6 +6,7 @@
     look.orders       path of a dict that is not carried whole -> its keys
     look.shared       path of a plain value that has a part in common with another -> what that is
     look.local        path of a number or text under a name of a function -> its token: nobody can set it
+    look.data         path of a tensor, an array, a list of plain values -> its token, and whether it has texts
     look.unknown      objects that cannot be looked into, of which nobody knows whether they keep something
     look.unsure       what may hold a place that nobody can read: iterators, generators, files
 
@@ -35,6 +36,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import typing
@@ -55,6 +57,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.adapters.zero import held_arrays
+from holdfast.base import config
 from holdfast.base.errors import HoldfastError
 from holdfast.base.installed import is_installed
 from holdfast.checkpoint.entries.rng import random_state
@@ -66,6 +69,10 @@ ANOTHER = "another name of"
 # Of a container of containers with more elements so many are looked at, of a larger tensor or array so many elements.
 MAX_ELEMENTS, MAX_BYTES, NUM_SPOTS = 16384, 64 << 20, 64
 MAX_DEPTH = 40
+# What variables of the environment are held by.
+ENVIRONMENT = "the environment"
+# Larger numbers are times of a clock.
+CLOCK = 1e9
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -158,6 +165,7 @@ class Look:
     orders: dict[str, list[Any]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     local: dict[str, tuple[str, str]] = field(default_factory=dict)
+    data: dict[str, tuple[object, bool]] = field(default_factory=dict)
 
     def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
         """Sets plain values as a version has them, where they are in this look.
@@ -275,6 +283,10 @@ class Reach:
         """Tell whether the class of a value, or one that this is made from, is the user's."""
         return any(self._is_users(kind.__module__) for kind in type(value).__mro__)
 
+    def is_of_user_module(self, name: str) -> bool:
+        """Tell whether a module is the user's."""
+        return self._is_users(name)
+
     def _in_order(self, names: Iterable[str]) -> list[str]:
         """Lists what the loop uses first, so that what is reached twice counts as used."""
         return sorted((str(name) for name in names), key=lambda name: (name not in self._used, name))
@@ -355,6 +367,8 @@ class _Walk:
             put = functools.partial(self.found.owners[hold[0]].put, hold[1])
             token = repr(value) if is_atom else _token(value)
             self.found.leaves[path] = Leaf((type(value), token), *hold, functools.partial(_itself, value), put)
+            if type(value) is tuple:
+                self._note_data(path, value, token)
             self.share(path, value)
             return
         if is_atom:
@@ -410,6 +424,7 @@ class _Walk:
             return
         self._seen[id(thing)], self._paths[id(thing)] = thing, path
         if isinstance(thing, torch.Tensor):
+            self.marks(path, thing)
             self.found.fixed[f"the shape of {path}"] = (tuple(thing.shape), str(thing.dtype), str(thing.device))
         elif isinstance(thing, nn.Module):
             self._model(path, thing, kept=True)
@@ -492,6 +507,12 @@ class _Walk:
             torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
         ))  # fmt: skip
         self.found.fixed["the working directory"] = os.getcwd()
+        environment = config.variables()
+        self.found.owners[ENVIRONMENT] = Owner(environment.__setitem__, environment.__delitem__)
+        for key, value in environment.items():
+            put = functools.partial(environment.__setitem__, key)
+            leaf = Leaf((str, value), ENVIRONMENT, key, functools.partial(_itself, value), put)
+            self.found.leaves[f"{ENVIRONMENT}[{key!r}]"] = leaf
         for place in (nn.modules.module, optimizer):
             self._hooks("torch", place)
 
@@ -506,6 +527,8 @@ class _Walk:
         elif isinstance(value, tuple | frozenset):
             plain = is_plain(value)
             self.found.fixed[path] = (kind.__qualname__, _token(value) if plain else len(value))
+            if plain:
+                self._note_data(path, value, self.found.fixed[path])
             parts = ((key, part) for key, part in enumerate(value) if not plain or type(part) not in _ATOMS)
             self._each(path, parts, asks=asks)
         elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
@@ -617,11 +640,7 @@ class _Walk:
             self.found.unsure.append((path, type(value).__qualname__))
 
     def _instance(self, path: str, value: Any, asks: int) -> None:
-        shown = dict(getattr(value, "__dict__", {}))
-        for name in (name for part in type(value).__mro__ for name in _slots(part)):
-            if hasattr(value, name):
-                shown[name] = getattr(value, name)
-        self.keys(path, shown, _attributes(value), asks=asks)
+        self.keys(path, attributes_of(value), _attributes(value), asks=asks)
         self.visit(type(value).__qualname__, type(value), asks=asks)
 
     def _container(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
@@ -635,6 +654,7 @@ class _Walk:
                 functools.partial(_refill, self.found.owners, value, hold),
             )
             self.found.leaves[path] = Leaf(_token(value), *hold, stored, refill)
+            self._note_data(path, value, self.found.leaves[path].token)
             self.share(path, value)
         elif isinstance(value, dict):
             self.found.orders[path] = list(value)
@@ -649,10 +669,13 @@ class _Walk:
             self._each(path, enumerate(_some(value)), asks=asks)
 
     def _tensor(self, path: str, value: torch.Tensor, asks: int, hold: tuple[str, str | int]) -> None:
+        self.marks(path, value)
         if self._holds(path, value, hold):
             return
         self.found.fixed[path] = _of_tensor(value)
         local = local_of(value)
+        if local.device.type == "cpu":
+            self.found.data[path] = (self.found.fixed[path], False)
         memory = parts_of_sparse(local) if is_sparse(local) else (local,)
         if asks and local.device.type == "cpu" and max(part.nbytes for part in memory) > MAX_BYTES:
             self.found.unsure.append((path, "tensor that is too large to be looked at whole,"))
@@ -663,6 +686,8 @@ class _Walk:
             self.found.leaves[path] = Leaf(_token(value), *hold, functools.partial(_itself, value), put)
         elif not self._holds(path, value, hold):
             self.found.fixed[path] = _of_array(value)
+            if not value.dtype.hasobject:
+                self.found.data[path] = (self.found.fixed[path], False)
 
     def _holds(self, path: str, value: Any, hold: tuple[str, str | int]) -> bool:
         """Tell whether a tensor or an array is one that can be carried; notes its memory in either case."""
@@ -672,7 +697,28 @@ class _Walk:
         token = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
         put = functools.partial(self.found.owners[hold[0]].put, hold[1])
         self.found.leaves[path] = Leaf(token, *hold, functools.partial(held_arrays.stored, value), put, value)
+        self.found.data[path] = (token, False)
         return True
+
+    def _note_data(self, path: str, value: Any, token: object) -> None:
+        """Notes a list, a tuple or a dict of plain values that a script makes the same at every start, if it is one."""
+        texts = _texts_in(value)
+        if texts is not None:
+            self.found.data[path] = (token, texts)
+
+    def marks(self, path: str, tensor: torch.Tensor) -> None:
+        """Looks at what the script has put on a tensor as attributes: `p.average = ...`."""
+        held = getattr(tensor, "__dict__", None)
+        if not held:
+            return
+        shown = {
+            key: value
+            for key, value in held.items()
+            if isinstance(value, (*_ATOMS, *_CONTAINERS, tuple, torch.Tensor))
+            or type(value).__module__ == "numpy"
+            or self._is_users_object(value)
+        }
+        self.keys(path, shown, _attributes(tensor), asks=NO_PLACE)
 
     def _let_go(self, path: str) -> None:
         """Takes a held value for one that must stay as it is: something else has a part of it."""
@@ -743,6 +789,8 @@ class _Walk:
                 shown[key] = part.__func__
             elif isinstance(part, property):
                 shown[key] = part.fget
+            elif isinstance(part, types.MemberDescriptorType) and key in _slots(value):
+                continue  # of `__slots__`: what an object has there is looked at with it
             elif isinstance(part, types.FunctionType) or not key.startswith(("__", "_abc_")):
                 shown[key] = part
         self.keys(path, shown, _attributes(value), asks=asks)
@@ -767,6 +815,8 @@ class _Walk:
                 self.found.fixed[f"{path}.{name}"] = _of_tensor(tensor)
             self._seen[id(tensor)] = tensor
             self._paths.setdefault(id(tensor), f"{path}.{name}")
+        for name, tensor in tensors.items():  # behind all of them: one may hold another
+            self.marks(f"{path}.{name}", tensor)
         frozen = [name for name, p in params.items() if not p.requires_grad]
         still = [name for name, part in modules.items() if not part.training]
         for what, value, put in (
@@ -908,6 +958,15 @@ def _attributes(thing: Any) -> Owner:
     return Owner(functools.partial(_put_attribute, thing), functools.partial(delattr, thing))
 
 
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, those of `__slots__` too, without those that its class makes up."""
+    shown = dict(getattr(thing, "__dict__", {}))
+    for name in (name for part in type(thing).__mro__ for name in _slots(part)):
+        if hasattr(thing, name):
+            shown[name] = getattr(thing, name)
+    return shown
+
+
 def _put_attribute(thing: Any, key: str, new: Any) -> None:
     own = getattr(thing, "__dict__", None)
     if isinstance(own, dict) and not any(key in _slots(part) for part in type(thing).__mro__):
@@ -918,7 +977,9 @@ def _put_attribute(thing: Any, key: str, new: Any) -> None:
 
 def _slots(kind: type) -> tuple[str, ...]:
     names = vars(kind).get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(name for name in names if not name.startswith("__"))
+    names = (names,) if isinstance(names, str) else tuple(names)
+    private = f"_{kind.__name__.lstrip('_')}"  # how Python calls `__count` of a class
+    return tuple(f"{private}{name}" if name.startswith("__") else name for name in names if not name.endswith("__"))
 
 
 def _global_names(code: types.CodeType) -> set[str]:
@@ -942,6 +1003,32 @@ def is_plain(value: Any, depth: int = 0) -> bool:
         return False
     parts = value.values() if isinstance(value, dict) else value
     return _ATOM_SET.issuperset(map(type, parts)) or all(is_plain(part, depth + 1) for part in _some(parts))
+
+
+def _texts_in(value: Any) -> bool | None:
+    """Tell whether a plain value has texts; None if it may hold what is another at every start: times, places, an order."""
+    found = False
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        kind = type(part)
+        if kind is str or kind is bytes:
+            if kind is str and part.startswith(tempfile.gettempdir()):
+                return None
+            found = True
+        elif kind is float:
+            if part >= CLOCK:
+                return None
+        elif isinstance(part, set | frozenset):
+            return None
+        elif isinstance(part, dict):
+            waiting += [*part, *part.values()]
+        elif isinstance(part, list | tuple | collections.deque):
+            if len(part) <= MAX_ELEMENTS:
+                waiting += part
+            else:
+                waiting += _some(list(part))
+    return found
 
 
 def has_set(value: Any) -> bool:

@@ -63,6 +63,7 @@ class Verdict:
         again: steps that were made a second time.
         notes: what is no fault, and worth knowing.
         seconds: how long the run took.
+        lines: those that would keep the script, where it is not kept, or why there are none.
     """
 
     number: int
@@ -74,6 +75,7 @@ class Verdict:
     again: int = 0
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    lines: tuple[str, ...] = ()
 
     def line(self) -> str:
         """Return all of it as one line."""
@@ -213,6 +215,7 @@ def verdict_of(number: int, kill: Kill, undisturbed: Undisturbed, run: Ended) ->
         judged.again,
         tuple(notes),
         round(run.seconds, 1),
+        proposed(run.lives) if outcome == NOT_KEPT else (),
     )
 
 
@@ -244,6 +247,12 @@ def refusal(lives: Mapping[int, Sequence[Life]]) -> str:
             if last is not None and last.name == "script_refused":
                 return str(last.fields["reason"])
     return ""
+
+
+def proposed(lives: Mapping[int, Sequence[Life]]) -> tuple[str, ...]:
+    """Returns the lines that would keep the script, as its events say, or why there are none; nothing if they say nothing."""
+    said = [s for each in lives.values() for life in each for s in life.said if s.name == "script_lines"]
+    return tuple(str(said[0].fields["lines"]).splitlines()) if said else ()
 
 
 def _ended(run: Ended) -> str:
@@ -355,6 +364,7 @@ def _report(proof: Proof, target: Target, outcome: str, why: str, home: Path | N
     lines = [f"{verdict.number}. {verdict.line()}" for verdict in proof.verdicts]
     count = f" ({equal} of {len(proof.verdicts)} kills equal at every step)" if proof.verdicts else ""
     lines.append(f"{outcome}{count}{why and ': '}{why}")
+    lines += next((verdict.lines for verdict in proof.verdicts if verdict.lines), ())
     lines += [f"logs: {home}"] if home else []
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 

@@ -6,6 +6,7 @@ sockets of keepers lie elsewhere, for a socket's path may have 107 bytes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -16,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from holdfast.base import program
 from holdfast.testing.contracts.adapter_processes import keepers_under, kill_tree
-from holdfast.testing.prove.run_notes import RunNotes
+from holdfast.testing.prove.run_notes import NOTES_VARIABLE, RunNotes
 from holdfast.testing.prove.step_log import Life, read_lives
 
 PROGRAM = "holdfast.testing.prove.watched_script"
@@ -132,7 +135,7 @@ class ScriptRuns:
             try:
                 code = self._wait(process)
             finally:
-                self._end(process)
+                self._end(process, directory / "steps")
         return Ended(
             code, time.monotonic() - started, read_lives(directory / "steps"), tail(directory / "output"), directory
         )
@@ -152,8 +155,10 @@ class ScriptRuns:
         except subprocess.TimeoutExpired:
             return None
 
-    def _end(self, process: Any) -> None:
+    def _end(self, process: Any, log: Path) -> None:
         kill_tree(process.pid)
+        for stray in strays(log):  # a daemon is nobody's child any more
+            kill_tree(stray)
         process.wait(timeout=END_S)
         for keeper in keepers_under(self._runtime):
             kill_tree(keeper.pid)
@@ -178,6 +183,21 @@ class ScriptRuns:
         if kill is not None:
             notes = RunNotes(notes.log, places, kill.rank, kill.step, kill.moment)
         return {**os.environ, **notes.variable(), "HOLDFAST_RUNTIME_DIR": str(self._runtime)}
+
+
+def strays(log: Path) -> list[int]:
+    """Returns the processes that have the notes of a run in their environment.
+
+    Args:
+        log: where the run's steps are written.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            notes = process.environ().get(NOTES_VARIABLE)
+            if notes is not None and RunNotes.parse(notes).log == str(log):
+                found.append(process.pid)
+    return found
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:

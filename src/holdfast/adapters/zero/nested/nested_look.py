@@ -211,6 +211,7 @@ class Looker:
             unknown=now.unknown,
             orders={**now.orders, **around.orders},
             shared=now.shared,
+            data=outermost.data,
         )
         always = {
             path

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from holdfast.adapters.zero import living_gradients
+from holdfast.adapters.zero.files_read_back import FileWatch
 from holdfast.adapters.zero.loop import Count, close, differs, is_foreign, is_refused, say, unknown
 from holdfast.adapters.zero.nested.nested_items import Items
 from holdfast.adapters.zero.nested.nested_look import Entry, Looker, Untouched, is_function
@@ -62,13 +63,14 @@ class KeptLoops:
         nest: what the text of the script told.
         root: directory or URL of the checkpoints.
         events: told `script_kept` and `script_refused`, with the reason.
+        files: watches which files the script opens.
 
     Attributes:
         back: whether values of a version are there to be taken.
     """
 
-    def __init__(self, nest: Nest, root: str, events: Events | None = None) -> None:
-        self._nest, self._root = nest, root
+    def __init__(self, nest: Nest, root: str, events: Events | None = None, files: FileWatch | None = None) -> None:
+        self._nest, self._root, self._files = nest, root, files
         self._events = events or Events()
         self.back = False
         self._values: tuple[Any, ...] = ()
@@ -143,13 +145,14 @@ class KeptLoops:
             found = f"what it holds cannot be looked at: {type(error).__name__}: {error}"
         if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
             found = "the script has a Checkpointer of its own"
-        if is_refused(group, found if isinstance(found, str) else "", self._events):
+        if is_refused(group, found if isinstance(found, str) else "", self._events, self._root):
             return None
         assert isinstance(found, Kept)
         assert entry is not None
         assert looker is not None
         self._told.add(site.number)
         self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events)
+        self._run.watch(self._files)
         return entry
 
     def _looked(self, site: Site, frame: FrameType) -> tuple[Kept | str, Looker | None, Entry | None]:
@@ -300,6 +303,7 @@ class _Run:
         began = outermost.changes.began(nest.used, nest.bounds, inside=True) if nest.reads_files else {}
         self._state = NestedState(nest, outermost, began, group)
         self._state.events = events
+        self._state.root = root
         self._state.stepped = _stepped(found)
         self._state.objects = list(found.objects.values())
         self._objects = {**found.objects, "main_values": self._state}
@@ -318,6 +322,12 @@ class _Run:
         self._cleared: dict[int, frozenset[int]] = {}
         models = self._objects["model"]
         self._untouched = Untouched(models if isinstance(models, list) else [models])
+
+    def watch(self, files: FileWatch | None) -> None:
+        """Watches what the script reads and writes from here on."""
+        self._state.files = files
+        if files is not None:
+            files.loop_begins()
 
     @property
     def looks(self) -> bool:
@@ -537,6 +547,8 @@ class _Run:
             if index == 0 or entries[0].taken:
                 self._state.doubt(differs(check.made(number, {})))
         self._state.rehearses(self._checks[0].reason if self._checks else "")
+        if self._state.spoiled and self._state.alone:
+            self._checkpointer.save(number, "durable")  # it says of itself that it is not to be taken
         if self._stopped():
             return
         if any(check.pending for index, check in enumerate(self._checks) if index == 0 or entries[0].taken):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from holdfast.adapters.zero.objects import Kept, never_changes
-from holdfast.adapters.zero.reach import is_attributes, is_plain, is_progress_bar, is_sparse
+from holdfast.adapters.zero.reach import attributes_of, is_attributes, is_plain, is_progress_bar, is_sparse
 from holdfast.checkpoint.state.stateful import Stateful
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -157,7 +157,7 @@ class _Found:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from ((f".{name}", part) for name, part in list(getattr(value, "__dict__", {}).items()))
+    yield from ((f".{name}", part) for name, part in attributes_of(value).items())
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -63,8 +63,9 @@ class NestedState(Doubts):
         self.rehearsed = False
         self._noted: dict[str, Any] = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
-            "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {},
+            "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {}, "data": {}, "who": self.who,
         }  # fmt: skip
+        self._data = outermost.changes.data(nest.used - set(outermost.site.lives), clock=nest.reads_clock, inside=True)
 
     def note(self, entries: Sequence[Entry], number: int, cleared: frozenset[int]) -> bool:
         """Takes everything as it is now, behind a step of the innermost loop; False: this step must be in no version.
@@ -92,6 +93,7 @@ class NestedState(Doubts):
                     f"the loop of line {inner.site.line} may end at any step, and what is read behind it cannot be carried"
                 )
         changed = inner.changes.now()
+        self.judge_files()
         carried, lost = self.living(inner.site, names)
         gradients = living_gradients.packed(self.stepped, cleared)
         self.doubt(
@@ -116,6 +118,8 @@ class NestedState(Doubts):
             "number": number,
             "entry": self._outermost.drawn,
             "randomness": self.randomness,
+            "data": self._data,
+            "who": self.who,
         }
         return True
 
@@ -242,7 +246,10 @@ class NestedState(Doubts):
                     f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
                     f"have gone on from a file of its own"
                 )
-        return ""
+        if state.get("who") != self.who:
+            return ""
+        rows = [*state["rows"], *(row for start in state["starts"] for row in start["rows"])]
+        return entry.changes.other_data(state.get("data", {}), self._data, rows)
 
 
 def _changed_around(entries: Sequence[Entry]) -> str:

@@ -1,0 +1,148 @@
+"""Sees files by which a script hands something from one step to a later one: no version has what is in them.
+
+    watch = FileWatch(root)               as the script begins
+    watch.loop_begins()
+    reason, warning = watch.step_made()   behind every step; what was read since the last one is judged
+
+Two habits are wrong behind a restart. A file that is read and then written in the same step is read again by the step that is made
+again, with what it wrote itself. And a file that the script writes before its loop, and in it, is written anew by a restart: the steps
+that read it find what is no longer so, and who only fills it loses what stood there, which is told.
+
+What is opened is told by Python's own audit events; that a file was written is seen by its time and size, so it does not
+matter who wrote it. Not seen: files that libraries of C open for reading by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+# So many files are looked at of one step, and of what was written before the loop.
+MAX_FILES = 64
+_CODE = (".py", ".pyc", ".so", ".pth")
+_WRITES = os.O_WRONLY | os.O_RDWR
+_Facts = tuple[int, int, int]
+
+
+class FileWatch:
+    """Watches the files of one run of a script, as the thread and the process that made it open them.
+
+    Args:
+        without: directory of the checkpoints, which are no concern of the script's.
+    """
+
+    def __init__(self, without: str) -> None:
+        self._without = os.path.join(os.path.abspath(without), "")
+        self._owner = (os.getpid(), threading.get_ident())
+        self._began_ns = 0
+        self._written: dict[str, None] = {}
+        self._read: dict[str, _Facts] = {}
+        self._reason = ""
+        self._told = False
+        _Hook.watch(self)
+
+    def loop_begins(self) -> None:
+        """Notes that the loop begins: what was written before is written again by a restart."""
+        self._began_ns = time.time_ns()
+        self._read.clear()
+
+    def step_made(self) -> tuple[str, str]:
+        """Returns why a restart would read something else, and what it would lose; empty if neither."""
+        for path, facts in self._read.items():
+            if not self._reason and _facts(path) != facts:
+                self._reason = (
+                    f"{os.path.relpath(path)!r}, a file, is read in the loop and then written, and is in no version"
+                )
+        self._read.clear()
+        warning = ""
+        for path in self._written if not self._told else ():
+            facts = _facts(path)
+            if facts[0] > self._began_ns:
+                self._told = True
+                warning = (
+                    f"{os.path.relpath(path)!r} is written before the loop and in it: a restart writes it anew, without what the "
+                    f"steps before it had put there"
+                )
+                break
+        return self._reason, warning
+
+    def end(self) -> None:
+        """Watches no more."""
+        _Hook.forget(self)
+
+    def opened(self, path: str, flags: int) -> None:
+        """A file is about to be opened."""
+        if self._owner != (os.getpid(), threading.get_ident()) or path.endswith(_CODE):
+            return
+        path = os.path.abspath(path)
+        if path.startswith(self._without) or _is_ours(sys._getframe(1)):
+            return
+        if flags & _WRITES:
+            if not self._began_ns and len(self._written) < MAX_FILES and not path.startswith(("/dev/", "/proc/")):
+                self._written[path] = None
+        elif self._began_ns and path not in self._read and len(self._read) < MAX_FILES:
+            facts = _facts(path)
+            if path in self._written and facts[0] > self._began_ns:
+                self._reason = self._reason or (
+                    f"{os.path.relpath(path)!r}, a file, is written before the loop and in it, and read: a restart writes it anew"
+                )
+            self._read[path] = facts
+
+
+class _Hook:
+    """Python's audit events: a hook cannot be taken away again, so there is one for all runs, which is idle between them."""
+
+    _installed = False
+    _watch: FileWatch | None = None
+
+    @classmethod
+    def watch(cls, watch: FileWatch) -> None:
+        cls._watch = watch
+        if not cls._installed:
+            cls._installed = True
+            sys.addaudithook(cls._heard)
+
+    @classmethod
+    def forget(cls, watch: FileWatch) -> None:
+        if cls._watch is watch:
+            cls._watch = None
+
+    @classmethod
+    def _heard(cls, event: str, arguments: Any) -> None:
+        watch = cls._watch
+        if watch is None or event != "open":
+            return
+        path, _, flags = arguments
+        if isinstance(path, bytes):
+            path = os.fsdecode(path)
+        if isinstance(path, str) and isinstance(flags, int):
+            watch.opened(path, flags)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Tell whether a file is opened for holdfast: on the way up to the script there is a frame of it."""
+    seen = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "__main__":
+            return False
+        if name.startswith("holdfast."):
+            if seen or name != __name__:
+                return True
+        else:
+            seen = True
+        frame = frame.f_back
+    return False
+
+
+def _facts(path: str) -> _Facts:
+    """Returns when a file was written, how large it is, and which one; nothing of what is no file."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return (0, 0, 0)
+    return (found.st_mtime_ns, found.st_size, found.st_ino)

@@ -1,0 +1,291 @@
+"""Scripts that zero lines refuse: the lines that are said are put in, the script is killed, and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forked
+from holdfast.testing.contracts.adapter_processes import keepers_under
+
+LIFE = str(Path(__file__).with_name("zero_life.py"))
+LINE = re.compile(r"holdfast:   (before|behind|lines?)(?: line)? (\d+)(?: to (\d+))?(?: becomes?)?: \|(.*)")
+
+HEAD = """
+import collections, copy, os, sys
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+def die(*at):
+    if os.environ.get("DIE") == ",".join(map(str, at)) and not os.path.exists(os.environ["MARK"]):
+        open(os.environ["MARK"], "w").close()
+        os.kill(os.getpid(), 9)
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+data = TensorDataset(torch.randn(28, 4), torch.randint(0, 3, (28,)))
+"""
+STEP = "loss = F.cross_entropy(net(x), y); opt.zero_grad(); loss.backward(); opt.step()"
+TAIL = "\nprint('END', [p.tolist() for p in net.parameters()])\n"
+
+# nanoGPT's own loop: a batch before the loop and one in it, `while True`, a dict of everything, and names that are read by their text.
+NANO = """
+max_iters, eval_interval = 12, 4
+config = {k: v for k, v in globals().items() if isinstance(v, (int, float, bool, str)) and not k.startswith('_')}
+exec("max_iters = 11")
+
+def get_batch():
+    i = torch.randint(0, 28, (4,))
+    return data.tensors[0][i], data.tensors[1][i]
+
+@torch.no_grad()
+def estimate_loss():
+    net.eval()
+    found = F.cross_entropy(net(data.tensors[0]), data.tensors[1])
+    net.train()
+    return found
+
+iter_num, best_val_loss, checkpoint = 0, 1e9, None
+X, Y = get_batch()
+local_iter_num, raw_model, running_mfu = 0, net, -1.0
+while True:
+    for group in opt.param_groups:
+        group['lr'] = 0.1 / (1 + iter_num)
+    if iter_num % eval_interval == 0:
+        losses = estimate_loss()
+        if losses < best_val_loss:
+            best_val_loss = losses
+            checkpoint = {'model': raw_model.state_dict(), 'iter_num': iter_num, 'best_val_loss': best_val_loss}
+    for micro_step in range(2):
+        loss = F.cross_entropy(net(X), Y) / 2
+        X, Y = get_batch()
+        loss.backward()
+    opt.step()
+    opt.zero_grad(set_to_none=True)
+    die(iter_num)
+    iter_num += 1
+    local_iter_num += 1
+    if iter_num > max_iters:
+        break
+print('END', iter_num, float(best_val_loss))
+"""
+REPLAY = f"""
+buffer, state, eps = collections.deque(maxlen=6), torch.randn(4), 1.0
+for step in range(16):
+    state = torch.tanh(state + 0.1 * torch.randn(4))
+    buffer.append((state, step % 3))
+    eps *= 0.9
+    x, y = torch.stack([part for part, _ in buffer]) * eps, torch.tensor([label for _, label in buffer])
+    {STEP}
+    die(step)
+print('END', step, eps)
+"""
+EARLY = f"""
+loader = DataLoader(data, batch_size=4, shuffle=True)
+best, bad, best_state = 1e9, 0, None
+for epoch in range(1, 9):
+    for x, y in loader:
+        {STEP}
+    die(epoch)
+    with torch.no_grad():
+        value = F.cross_entropy(net(data.tensors[0]), data.tensors[1]).item()
+    if value < best - 0.005:
+        best, bad, best_state = value, 0, copy.deepcopy(net.state_dict())
+    else:
+        bad += 1
+        if bad >= 2:
+            break
+net.load_state_dict(best_state)
+print('END', best, epoch)
+"""
+ATTRIBUTES = f"""
+class Trainer:
+    def __init__(self):
+        self.net, self.opt, self.history, self.count = net, opt, [], 0
+
+    def run(self, epochs):
+        for self.epoch in range(epochs):
+            for x, y in DataLoader(data, batch_size=4, shuffle=True):
+                {STEP}
+                self.count += 1
+                self.history.append(loss.item() * self.count)
+            die(self.epoch)
+
+trainer = Trainer()
+trainer.run(4)
+print('END', trainer.history, trainer.count)
+"""
+EVALUATES_FIRST = f"""
+names = ['a', 'b', 'c', 'd']
+for name in names:
+    with torch.no_grad():
+        print(name, net(data.tensors[0]).sum().item())
+    for x, y in DataLoader(data, batch_size=4, shuffle=True):
+        {STEP}
+    die(name)
+print('END', name, loss.item())
+"""
+IMPORTED = """
+import helper
+helper.run(net, opt, data, die)
+print('END', helper.COUNT)
+"""
+HELPER = f"""
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+COUNT = 0
+
+def one(net, opt, x, y):
+    global COUNT
+    COUNT += 1
+    {STEP.replace("net(x), y)", "net(x), y) / COUNT")}
+
+def run(net, opt, data, die):
+    best = 1.0
+    for epoch in range(4):
+        for x, y in DataLoader(data, batch_size=4, shuffle=True):
+            one(net, opt, x, y)
+        best *= 0.9
+        die(epoch)
+"""
+
+KEPT = {
+    "nanoGPT": (NANO, "7"),
+    "nanoGPT, behind the last step": (NANO, "11"),
+    "replay buffer": (REPLAY, "9"),
+    "early stopping with the best state": (EARLY, "4"),
+    "attributes and a loop that sets one": (ATTRIBUTES, "2"),
+    "evaluates before it trains": (EVALUATES_FIRST, "c"),
+    "behind the last epoch": (EVALUATES_FIRST, "d"),
+    "loop of an imported module": (IMPORTED, "2"),
+}
+SAMPLE = {"nanoGPT", "early stopping with the best state", "loop of an imported module"}
+NONE = {
+    "generator": (
+        f"batches = iter(DataLoader(data, batch_size=4))\nfor step in range(7):\n    x, y = next(batches)\n    {STEP}\n",
+        "'batches'",
+    ),
+    "model that is made anew": (
+        ("for fold in range(2):\n    net = torch.nn.Linear(4, 3)\n    opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        f"    for x, y in DataLoader(data, batch_size=4):\n        {STEP}\n    net.seen = [torch.ones(1)]\n"),
+        "is made anew in the loop",
+    ),
+    "groups that are added": (
+        ("extra = torch.nn.Linear(2, 2)\nfor epoch in range(3):\n    if epoch == 1:\n"
+        "        opt.add_param_group({'params': extra.parameters()})\n"
+        f"    for x, y in DataLoader(data, batch_size=4):\n        {STEP}\n"),
+        "",
+    ),
+    "attribute of the model": (f"for step in range(9):\n    x, y = data[:]\n    {STEP}\n    net.seen = [torch.ones(step + 1)]\n", "net.seen"),
+}  # fmt: skip
+
+
+def live(text: str, home: Path, root: str, die: str = "") -> subprocess.CompletedProcess[str]:
+    home.mkdir(exist_ok=True)
+    (home / "train.py").write_text(text)
+    if not (home / "helper.py").exists():
+        (home / "helper.py").write_text(HELPER)
+    environment = {
+        **os.environ, "MARK": str(home / "mark"), "DIE": die, "PYTHONPATH": str(Path(LIFE).parent.parent),
+        "HOLDFAST_DURABLE_EVERY": "1", "POCKET": "1",
+    }  # fmt: skip
+    command = [sys.executable, LIFE, root, str(home / "train.py")]
+    return forked.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=home)
+
+
+def put_in(text: str, told: str, root: str, place: str) -> str:
+    """The text with the lines that were said."""
+    lines = text.splitlines()
+    said = [found for found in map(LINE.fullmatch, told.splitlines()) if found]
+    assert 4 <= len(said) <= 5, told
+    new: list[str] = []
+    skip = 0
+    for number, line in enumerate(lines, 1):
+        mine = [found for found in said if int(found[2]) == number]
+        new += [found[4] for found in mine if found[1] == "before"]
+        for found in mine:
+            if found[1].startswith("line"):
+                new.append(found[4])
+                skip = int(found[3] or number)
+        new += [line] if number > skip else []
+        new += [found[4] for found in mine if found[1] == "behind"]
+    return "\n".join(new).replace(repr(root), repr(place)) + "\n"
+
+
+@pytest.fixture
+def keepers(runtime_dir: Path) -> Iterator[None]:
+    """What keepers hold is not needed behind a test."""
+    yield
+    for keeper in keepers_under(runtime_dir):
+        keeper.kill()
+        keeper.wait(20)
+    shutil.rmtree(runtime_dir, ignore_errors=True)
+
+
+def ends(told: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in told.stdout.splitlines() if line.startswith("END")]
+
+
+@pytest.mark.usefixtures("keepers")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.slow]) for name in KEPT]
+)
+def test_a_refused_script_is_kept_by_the_lines_that_are_said(name: str, tmp_path: Path) -> None:
+    body, die = KEPT[name]
+    text, root = HEAD + body + TAIL, str(tmp_path / "zero")
+    refused = live(text, tmp_path / "refused", root)
+    assert refused.returncode == 0, refused.stderr
+    assert "these lines keep it" in refused.stderr, refused.stderr
+    home = tmp_path / "lined"
+    home.mkdir()
+    if "of helper.py" in refused.stderr:
+        (home / "helper.py").write_text(put_in(HELPER, refused.stderr, root, str(tmp_path / "root")))
+        lined = text
+    else:
+        lined = put_in(text, refused.stderr, root, str(tmp_path / "root"))
+    killed = live(lined, home, "-", die)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = live(lined, home, "-", die)
+    assert again.returncode == 0, again.stderr
+    assert ends(again) == ends(refused)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "generator" else [pytest.mark.slow]) for name in NONE]
+)
+def test_where_no_lines_can_be_given_it_is_said(name: str, tmp_path: Path) -> None:
+    body, why = NONE[name]
+    told = live(HEAD + body + TAIL, tmp_path / "refused", str(tmp_path / "zero"))
+    assert told.returncode == 0, told.stderr
+    assert "no lines can be given that would keep it" in told.stderr, told.stderr
+    assert why in told.stderr.partition("no lines can be given")[2]
+    assert not LINE.search(told.stderr)
+
+
+def test_hooks_of_others_behind_a_step_are_called_when_the_lines_are_said(tmp_path: Path) -> None:
+    """Torch goes over its hooks while one of them says the lines: none may be taken away then."""
+    hooks = (
+        "from torch.optim.optimizer import register_optimizer_step_post_hook\n"
+        "register_optimizer_step_post_hook(lambda *_: print('before'))\n"
+        "batches = iter(DataLoader(data, batch_size=4))\n"
+        "x, y = next(batches)\n"
+    )
+    late = "    if step == 0: register_optimizer_step_post_hook(lambda *_: print('behind'))\n"
+    body = f"{hooks}for step in range(7):\n    held = [batches]\n{late}    {STEP}\n"
+    told = live(HEAD + body + TAIL, tmp_path / "refused", str(tmp_path / "zero"))
+    assert told.returncode == 0, told.stderr
+    assert "no lines can be given" in told.stderr
+    assert (told.stdout.count("before"), told.stdout.count("behind")) == (7, 7)
