@@ -53,6 +53,7 @@ from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.messages import NO_SLOT, Begin, Begun
 from holdfast.testing import device as simulated
 from holdfast.tiers.memory.slots import Slot
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.unread_chunks import UnreadChunks
 
 MIB = 1 << 20
@@ -1613,9 +1614,9 @@ def what_is_read_from_storage_goes_straight_to_the_device() -> None:
         read = []
         copied = tensor_fill._Work._read_and_copy
 
-        def count(self: tensor_fill._Work, left: UnreadChunks, chunk: tensor_fill._Chunk) -> int:
+        def count(self: tensor_fill._Work, left: UnreadChunks, chunk: tensor_fill._Chunk, limit: ReadLimit) -> int:
             read.append(chunk.goes_to_device)
-            return copied(self, left, chunk)
+            return copied(self, left, chunk, limit)
 
         tensor_fill._Work._read_and_copy = count  # type: ignore[method-assign]
         other = model()

@@ -61,7 +61,7 @@ def vanishes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk is read after the other."""
-    monkeypatch.setattr("holdfast.tiers.storage.version_store.requests_at_once", lambda _: 1)
+    monkeypatch.setattr("holdfast.tiers.storage.stored_bundles.requests_at_once", lambda _: 1)
 
 
 @pytest.mark.usefixtures("in_order")

@@ -12,6 +12,7 @@ import pytest
 import holdfast
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer import checkpointer as door
+from holdfast.checkpoint.save import memory_saver
 from holdfast.core.model import Level, Version
 from holdfast.testing.faults.rig import start_hurtable
 from holdfast.tiers.storage.version_store import open_storage
@@ -64,6 +65,19 @@ def test_training_begins_before_its_memory_is_made(make: Make, memory: Memory) -
     assert checkpointer._run.saver.await_slots(10)
 
     assert checkpointer.save(1).wait("captured", 60) >= Level.CAPTURED
+
+
+def test_a_save_that_waits_for_its_memory_says_so_once(
+    make: Make, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_saver, "SAY_S", 0.05)
+    checkpointer = make(Trainee(), begin_timeout_s=0.2)
+    checkpointer.restore()
+    assert "still being made" in checkpointer.save(0).given_up
+    memory.give()
+    (told,) = (text for record in caplog.records if "has waited" in (text := record.getMessage()))
+    assert "memory of its slots" in told
+    assert "holdfast doctor" in told
 
 
 def test_the_last_step_is_saved_although_its_memory_came_after_it(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 import holdfast
-from holdfast.base.errors import CorruptError
+from holdfast.base.errors import CorruptError, StorageBusy
 from holdfast.checkpoint.checkpointer import checkpointer as door
 from holdfast.checkpoint.job import slot_reservation
 from holdfast.checkpoint.restore import storage_source
 from holdfast.core.model import Level, Version
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.testing.faults.rig import start_hurtable
+from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.storage import read_limit
 from kit.checkpointers import Make, Trainee, kill_keeper, leave
 
 STEPS = 3
@@ -156,3 +159,28 @@ def test_on_few_cores_memory_is_made_after_the_restore(
     checkpointer.restore()
     assert asked[0] is put_off
     assert checkpointer.save(1).wait("captured", 60) >= Level.CAPTURED
+
+
+def test_a_disk_that_hangs_ends_the_restore_by_name(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trained(make)
+    goes_on, real = threading.Event(), LocalBackend.read_into
+
+    def hang(self: LocalBackend, name: str, view: memoryview, *, offset: int = 0) -> int:
+        assert goes_on.wait(120)
+        return real(self, name, view, offset=offset)
+
+    monkeypatch.setattr(read_limit, "SLOWEST_BYTES_PER_S", 1 << 40)
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalBackend, "read_into", hang)
+        checkpointer = make(Model(), close_timeout_s=0.3)
+        with pytest.raises(StorageBusy, match="nothing was read for") as caught:
+            checkpointer.restore()
+    assert str(tmp_path / "job") in str(caught.value)
+    leave(checkpointer)
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "holdfast reading":
+            thread.join(60)
+    assert make(Model()).restore() == STEPS, "nothing is held against the version"

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from holdfast.base.errors import ConfigError, CorruptError, StorageError
+from holdfast.base.errors import ConfigError, CorruptError, StorageBusy, StorageError
 from holdfast.checkpoint.restore import tensor_fill
 from holdfast.checkpoint.restore.fetcher import fault_of
+from holdfast.checkpoint.restore.storage_source import StorageSource
+from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
+from holdfast.tiers.storage import read_limit
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.unread_chunks import UnreadChunks
 from holdfast.tiers.storage.version_store import Storage
-from kit.stored_bundle import Stored
+from kit.stored_bundle import V1, Stored, raw
+
+LIMIT_S = 60.0
 
 
 def spoil(storage: Storage, monkeypatch: pytest.MonkeyPatch, what: Callable[[int, memoryview], None]) -> list[int]:
@@ -140,11 +146,95 @@ def test_a_file_of_another_length_is_damage(tmp_path: Path, change: int) -> None
         found()
 
 
+class Hanging:
+    """A directory of which one chunk does not come until the test lets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+        self.goes_on, self.hangs = threading.Event(), threading.Event()
+        real = LocalBackend.read_into
+
+        def read_into(directory: LocalBackend, name: str, view: memoryview, *, offset: int = 0) -> int:
+            if offset == chunk * CHUNK_BYTES:
+                self.hangs.set()
+                assert self.goes_on.wait(LIMIT_S)
+            return real(directory, name, view, offset=offset)
+
+        monkeypatch.setattr(LocalBackend, "read_into", read_into)
+        monkeypatch.setattr(read_limit, "SLOWEST_BYTES_PER_S", 1 << 40)
+
+    def end(self) -> None:
+        """Lets it come, and waits until nobody reads any more."""
+        self.goes_on.set()
+        for thread in threading.enumerate():
+            if thread.name in ("holdfast reading", "holdfast stream"):
+                thread.join(LIMIT_S)
+                assert not thread.is_alive()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Hanging]]:
+    made: list[Hanging] = []
+
+    def hang(chunk: int) -> Hanging:
+        made.append(Hanging(monkeypatch, chunk))
+        return made[-1]
+
+    yield hang
+    for each in made:
+        each.end()
+
+
+def test_a_disk_that_hangs_is_an_error_and_what_comes_later_reaches_no_tensor(
+    tmp_path: Path, hanging: Callable[[int], Hanging]
+) -> None:
+    stored = Stored(tmp_path)
+    source = stored.open()
+    disk = hanging(next(i for i in range(1, stored.num_chunks) if i not in source.located.unread.here))  # type: ignore[union-attr]
+    (fault,) = stored.fill(source, patience_s=0.5).values()
+    assert isinstance(fault, StorageBusy)
+    assert "nothing was read for" in fault.what
+    assert fault.where == str(stored.path)
+    before = [raw(tensor) for tensor in stored.tensors.values()]
+    disk.end()
+    assert [raw(tensor) for tensor in stored.tensors.values()] == before
+    assert not stored.is_filled()
+    assert stored.fill(stored.open()) == {}, "the next attempt is as the first"
+    assert stored.is_filled()
+
+
+def test_a_disk_that_hangs_at_the_header_is_an_error(tmp_path: Path, hanging: Callable[[int], Hanging]) -> None:
+    stored = Stored(tmp_path)
+    hanging(0)
+    ref, seal = stored.file.ref, stored.seal
+    for chunks in (None, ((0, 2),)):
+        fetch = Fetch(ref, seal, Source.STORAGE, None, chunks, file=stored.file.file)
+        with pytest.raises(StorageBusy, match="nothing was read for"):
+            StorageSource(stored.storage).obtain(V1, [fetch], timeout_s=0.2)
+
+
+def test_who_is_interrupted_while_it_reads_leaves_no_stream_behind(
+    tmp_path: Path, hanging: Callable[[int], Hanging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = Stored(tmp_path)
+    source = stored.open()
+    disk = hanging(next(i for i in range(1, stored.num_chunks) if i not in source.located.unread.here))  # type: ignore[union-attr]
+
+    def interrupt(*_: object) -> None:
+        assert disk.hangs.wait(LIMIT_S)
+        threading.Timer(0.05, disk.goes_on.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(read_limit, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stored.fill(source)
+    assert not [thread for thread in threading.enumerate() if thread.name in ("holdfast reading", "holdfast stream")]
+
+
 def _skips_a_chunk(monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
     real = tensor_fill._Work._read_and_copy
 
-    def read(self: tensor_fill._Work, left: UnreadChunks, chunk: tensor_fill._Chunk) -> int:
-        return len(chunk.view) if chunk.index == bad else real(self, left, chunk)
+    def read(self: tensor_fill._Work, left: UnreadChunks, chunk: tensor_fill._Chunk, limit: ReadLimit) -> int:
+        return len(chunk.view) if chunk.index == bad else real(self, left, chunk, limit)
 
     monkeypatch.setattr(tensor_fill._Work, "_read_and_copy", read)
 

@@ -19,6 +19,7 @@ import pytest
 from holdfast.base.errors import Fenced, InUse, KeeperError, KeeperLost, LevelNotReached, MemoryRefused, UsageError
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
+from holdfast.keeper.rpc import client
 from holdfast.keeper.rpc.client import Assembly, KeeperClient
 from holdfast.tiers.memory import slots as memory
 from holdfast.tiers.memory.processes import start_time
@@ -120,6 +121,21 @@ def test_a_waiting_save_gets_its_slot_when_the_others_catch_up(make_rig: MakeRig
 
     assert slot.num_bytes >= first.num_bytes
     assert time.monotonic() - started < 8  # within a second on a quiet machine
+
+
+def test_a_save_that_waits_for_a_slot_says_so_once(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "SAY_S", 0.05)
+    rig = make_rig(per_node=2)
+    first, second = rig.start()
+    reached([first, second], save_all([first, second], 0), Level.CAPTURED)
+    first.save(1)  # the second rank never saves this one
+    with pytest.raises(LevelNotReached, match=r"within 0\.3 s: .*not yet known to be captured"):
+        first.begin(2, timeout_s=0.3)
+    (told,) = (text for record in caplog.records if "has waited for a free slot" in (text := record.getMessage()))
+    assert "not yet known to be captured on all ranks" in told
+    assert "num_slots = 3" in told
 
 
 def test_what_cannot_be_right_is_refused_at_once(make_rig: MakeRig) -> None:

@@ -49,8 +49,10 @@ class Stored:
         located = Located(self.file.ref, self.file.seal, view, Source.STORAGE, 0.0, None, unread)
         return tensor_fill.read_sources([located])[0]
 
-    def fill(self, source: tensor_fill.Source) -> dict[str, HoldfastError]:
-        return tensor_fill.fill([source], {name: live(name, tensor) for name, tensor in self.tensors.items()})
+    def fill(self, source: tensor_fill.Source, **options: float) -> dict[str, HoldfastError]:
+        return tensor_fill.fill(
+            [source], {name: live(name, tensor) for name, tensor in self.tensors.items()}, **options
+        )
 
     def expected(self) -> dict[str, torch.Tensor]:
         entries = image_format.read_image(memoryview(self.bytes), "here").entries

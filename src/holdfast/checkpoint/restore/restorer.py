@@ -416,7 +416,7 @@ class Restorer:
         meter = Meter(
             num_bytes, lambda done, seconds: self._say(choice.version, progress_text(done, num_bytes, seconds))
         )
-        bad = fill.fill(fitting.sources, loaded.tensors, meter.add)
+        bad = fill.fill(fitting.sources, loaded.tensors, meter.add, patience_s=self._timeout_s)
         loaded.fill_seconds = time.perf_counter() - started
         self._read_bytes = sum(item.unread.stored_bytes for item in loaded.located if item.unread is not None)
         loaded.faults += [fault_of(name, fitting.nodes[name], why) for name, why in bad.items()]

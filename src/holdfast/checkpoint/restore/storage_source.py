@@ -19,10 +19,12 @@ from holdfast.base.errors import VersionNotFound
 from holdfast.core.model import BundleRef, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.rpc.client import Inventory, Located
+from holdfast.tiers.backends.parallel_streams import MOST_STREAMS
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.shared_reads import SharedReads
-from holdfast.tiers.storage.unread_chunks import open_bundle
+from holdfast.tiers.storage.unread_chunks import UnreadChunks, open_bundle
 from holdfast.tiers.storage.version_store import Storage
 
 
@@ -48,11 +50,12 @@ class StorageSource:
         """Nothing is in memory."""
         return Inventory((), (), (), (), ())
 
-    def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:  # noqa: ARG002
+    def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:
         """Whole bundles, or the runs of chunks that were asked for. What is read is proved; the caller reads the rest.
 
         Raises:
             CorruptError: missing or damaged. VersionNotFound: it has no file, or was retired. StorageError: the path refuses.
+            StorageBusy: it brought nothing for this time, and as long besides as the slowest storage takes for what is asked.
         """
         found: list[Located] = []
         for fetch in fetches:
@@ -63,9 +66,9 @@ class StorageSource:
             for run in fetch.chunks or (None,):
                 started, unread = time.perf_counter(), None
                 if run is None:
-                    view, unread = open_bundle(self._storage.bundles, version, file, self._shared)
+                    view, unread = self._open(version, file, timeout_s)
                 else:
-                    view = self._read(version, file, run)
+                    view = self._read(version, file, run, timeout_s)
                 seconds = time.perf_counter() - started
                 found.append(Located(fetch.ref, seal, view, Source.STORAGE, seconds, run, unread))
         return tuple(found)
@@ -81,11 +84,17 @@ class StorageSource:
     ) -> None:
         """No keeper has to know."""
 
-    def _read(self, version: Version, file: BundleFile, run: tuple[int, int]) -> memoryview:
+    def _open(self, version: Version, file: BundleFile, timeout_s: float) -> tuple[memoryview, UnreadChunks]:
+        num_ranks = 1 if self._shared is None else self._shared.plan.num_ranks
+        limit = ReadLimit(timeout_s, num_ranks * image_format.CHUNK_BYTES, self._storage.where)
+        return limit.run(lambda: open_bundle(self._storage.bundles, version, file, self._shared, limit.moved))
+
+    def _read(self, version: Version, file: BundleFile, run: tuple[int, int], timeout_s: float) -> memoryview:
         first, last = run
         begin, end = first * image_format.CHUNK_BYTES, min(file.length, last * image_format.CHUNK_BYTES)
         with tempfile.TemporaryFile(prefix="holdfast-") as scratch:
             scratch.truncate(end - begin)
             view = memoryview(mmap.mmap(scratch.fileno(), end - begin))
-        self._storage.bundles.read_chunks_into(version, file, first, view)
+        limit = ReadLimit(timeout_s, min(end - begin, MOST_STREAMS * image_format.CHUNK_BYTES), self._storage.where)
+        limit.run(lambda: self._storage.bundles.read_chunks_into(version, file, first, view, limit.moved))
         return view.toreadonly()

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from holdfast.base.errors import CorruptError, HoldfastError
+from holdfast.base.errors import CorruptError, HoldfastError, StorageBusy
 from holdfast.checkpoint.device.chunk_staging import Staging, Starts, is_known, placed
 from holdfast.checkpoint.entries.types import LiveTensor, torch_dtype
 from holdfast.core.layout import reshard
@@ -39,6 +39,7 @@ from holdfast.keeper.rpc.client import Located
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES, Entry, Image
 from holdfast.tiers.memory.usable_cores import usable_cores
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.unread_chunks import UnreadChunks
 
 # More threads than memory channels do not copy faster.
@@ -47,6 +48,8 @@ MAX_THREADS = 4
 MAX_THREADS_OF_DEVICE = 8
 # What is copied and then hashed before the next: small enough for a core's own cache, large enough for few calls.
 STEP_BYTES = 512 << 10
+# How long storage may bring nothing, where nobody says it.
+PATIENCE_S = 600.0
 
 # Bytes to host memory: target address, source address, length.
 _Move: TypeAlias = tuple[int, int, int]
@@ -118,7 +121,11 @@ def read_sources(located: Sequence[Located]) -> list[Source]:
 
 
 def fill(
-    sources: Sequence[Source], tensors: Mapping[str, LiveTensor], progress: Callable[[int], None] = lambda _: None
+    sources: Sequence[Source],
+    tensors: Mapping[str, LiveTensor],
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    patience_s: float = PATIENCE_S,
 ) -> dict[str, HoldfastError]:
     """Copies every entry into the tensor of its name; else as `fill_with`."""
     copies = [
@@ -130,11 +137,15 @@ def fill(
         ]
         for source in sources
     ]
-    return fill_with(sources, copies, progress)
+    return fill_with(sources, copies, progress, patience_s=patience_s)
 
 
 def fill_with(
-    sources: Sequence[Source], copies: Sequence[Sequence[Copy]], progress: Callable[[int], None] = lambda _: None
+    sources: Sequence[Source],
+    copies: Sequence[Sequence[Copy]],
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    patience_s: float = PATIENCE_S,
 ) -> dict[str, HoldfastError]:
     """Makes the copies of every source; returns bundle id -> what is wrong with its image, or why it could not be read.
 
@@ -142,6 +153,7 @@ def fill_with(
         sources: their chunks are proved, all of them, whatever is copied.
         copies: for each source, in order of the entries' places.
         progress: called with the bytes of each chunk, from several threads.
+        patience_s: how long storage may bring nothing of what is read here; see `tiers.storage.read_limit`.
 
     After a fault the tensors hold a mixture; the caller fills them again from other copies or raises.
     """
@@ -168,7 +180,7 @@ def fill_with(
         work.run()
         for helper in helpers:
             helper.result()
-    work.read(unread)
+    work.read(unread, patience_s)
     # autograd has not seen who wrote by address
     increment_version([copy.live.local for rows in copies for copy in rows])
     return work.faults()
@@ -215,19 +227,26 @@ class _Work:
             else:
                 _copy_boxes(chunk.targets, chunk.sources)
 
-    def read(self, unread: Sequence[tuple[UnreadChunks, Sequence[_Chunk]]]) -> None:
+    def read(self, unread: Sequence[tuple[UnreadChunks, list[_Chunk]]], patience_s: float) -> None:
         """Reads, proves and copies what is not here yet, by several streams; then what devices were sent is there."""
         try:
             for left, chunks in unread:
-                with left.streams(self._progress) as streams:
-                    for chunk in chunks:
-                        streams.put(partial(self._read_and_copy, left, chunk))
+                limit = left.limit(patience_s)
+                try:
+                    limit.run(partial(self._read_bundle, left, chunks, limit))
+                except StorageBusy as error:
+                    self._faults.setdefault(left.file.ref.bundle_id, error)
         finally:
             while not self._idle.empty():
                 self._idle.get()[0].close()
 
-    def _read_and_copy(self, left: UnreadChunks, chunk: _Chunk) -> int:
-        if left.file.ref.bundle_id in self._faults:
+    def _read_bundle(self, left: UnreadChunks, chunks: Sequence[_Chunk], limit: ReadLimit) -> None:
+        with left.streams(self._progress) as streams:
+            for chunk in chunks:
+                streams.put(partial(self._read_and_copy, left, chunk, limit))
+
+    def _read_and_copy(self, left: UnreadChunks, chunk: _Chunk, limit: ReadLimit) -> int:
+        if limit.has_ended() or left.file.ref.bundle_id in self._faults:
             return 0
         try:
             staging, own = self._idle.get_nowait()
@@ -237,23 +256,34 @@ class _Work:
         try:
             buffer = (staging.take(len(chunk.view)) if chunk.goes_to_device else own)[: len(chunk.view)]
             digest = left.read(chunk.index, buffer.numpy().data)
-            shift = buffer.data_ptr() - chunk.address
-            for moves in chunk.steps:
-                for target, source, length in moves:
-                    ctypes.memmove(target, source + shift, length)
-            found = [placed(source, chunk.address, buffer) for source in chunk.sources]
-            if chunk.goes_to_device:
-                staging.send(buffer, chunk.targets, found)
-            else:
-                _copy_boxes(chunk.targets, found)
-            self._digests[chunk.image][chunk.index] = digest
+            limit.moved(len(chunk.view))
+            with limit.writing() as is_wanted:
+                if not is_wanted:
+                    return 0
+                self._copy(chunk, buffer, staging)
+                self._digests[chunk.image][chunk.index] = digest
         except HoldfastError as error:
             if not (error.condemns or error.retryable):
                 raise
             self._faults.setdefault(left.file.ref.bundle_id, error)
         finally:
-            self._idle.put((staging, own))
+            if limit.has_ended():
+                staging.close()
+            else:
+                self._idle.put((staging, own))
         return len(chunk.view)
+
+    def _copy(self, chunk: _Chunk, buffer: torch.Tensor, staging: Staging) -> None:
+        """Copies what was read into a buffer to where it goes."""
+        shift = buffer.data_ptr() - chunk.address
+        for moves in chunk.steps:
+            for target, source, length in moves:
+                ctypes.memmove(target, source + shift, length)
+        found = [placed(source, chunk.address, buffer) for source in chunk.sources]
+        if chunk.goes_to_device:
+            staging.send(buffer, chunk.targets, found)
+        else:
+            _copy_boxes(chunk.targets, found)
 
     def faults(self) -> dict[str, HoldfastError]:
         """Bundle id -> what is wrong, once all chunks are done."""

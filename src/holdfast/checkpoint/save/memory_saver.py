@@ -45,7 +45,7 @@ from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, 
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
-from holdfast.keeper.rpc.client import KeeperClient, Slot
+from holdfast.keeper.rpc.client import SAY_S, KeeperClient, Slot
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
 from holdfast.tiers.memory.usable_cores import usable_cores
@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 ASIDE_BYTES = 1 << 20
 # How long the end waits for a device that still copies; after a collective was aborted that is a moment.
 DRAIN_S = 3.0
+MAKE_SLOTS = "huge pages make that quicker, and `holdfast doctor` says whether there are any"
 BEHIND = "its device does not come to the end of what is queued"
 # Of a late copy so many tensors are looked at if no step was seen behind it.
 NUM_SMALLEST = 8
@@ -252,8 +253,14 @@ class Saver:
         if reservation is None:
             return
         reservation.begin(self._link.behind)
-        if reservation.wait(1, self._slot_patience_s):
+        patience_s = self._slot_patience_s
+        if reservation.wait(1, min(patience_s, SAY_S)):
             return
+        if patience_s > SAY_S and reservation.fault is None:
+            what = "a save has waited for memory of its slots for %.0f s (%d bytes each are being made); %s"
+            logger.warning(what, SAY_S, reservation.num_bytes, MAKE_SLOTS)
+            if reservation.wait(1, patience_s - SAY_S):
+                return
         if reservation.fault is not None:
             self._note_fault(reservation)
             raise LevelNotReached(f"there is no memory for it: {reservation.fault}")

@@ -8,6 +8,7 @@ begin, copied or abandon; goodbye and close at the end. Used by `checkpoint`.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +27,16 @@ from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.unread_chunks import UnreadChunks
 from holdfast.tiers.wire import frames
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot"]
 
 # What a keeper may need beyond the wait that was asked for.
 GRACE_S = 5.0
 # A save waits for it; a keeper that is frozen answers no sooner than one that is dead.
 BEGIN_GRACE_S = 0.5
+# A save that waits for a slot for so long says so.
+SAY_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +178,24 @@ class KeeperClient(KeeperViewer):
             LevelNotReached: no slot became free, with the reason; the version is then abandoned for this rank.
             KeeperLost: the keeper is gone.
         """
-        final = ask_again is None
+        waited_s, left_s, is_said = 0.0, timeout_s, False
         while True:
+            asked_s = left_s if is_said else min(left_s, SAY_S)
+            left_s -= asked_s
             request = messages.Begin(
-                version=version, num_bytes=num_bytes, durable=durable, timeout_s=timeout_s, final=final
-            )
-            reply, fds = self._call(request, messages.Begun, timeout_s + BEGIN_GRACE_S)
+                version=version, num_bytes=num_bytes, durable=durable, timeout_s=asked_s,
+                final=ask_again is None and left_s <= 0, waited_s=waited_s,
+            )  # fmt: skip
+            reply, fds = self._call(request, messages.Begun, asked_s + BEGIN_GRACE_S)
             if reply.slot_id != messages.NO_SLOT:
                 break
-            final = ask_again is None or not ask_again()
+            waited_s += asked_s
+            if waited_s >= SAY_S and not is_said:
+                is_said = True
+                what = "the save of %s has waited for a free slot for %.0f s: %s; %s"
+                logger.warning(what, version, waited_s, reply.reason, messages.FREE_SLOTS)
+            if left_s <= 0:
+                ask_again, left_s = ask_again if ask_again is not None and ask_again() else None, timeout_s
         self._map((reply.slot_id,) if fds else (), fds)
         return self._slot(reply.slot_id, timeout_s + BEGIN_GRACE_S)
 

@@ -198,6 +198,8 @@ class Register(Message, tag="register", frozen=True, kw_only=True):
 
 
 NO_SLOT = -1
+# What helps a save that waits for one.
+FREE_SLOTS = "save less often, or reserve a third slot (num_slots = 3)"
 
 
 class Begin(Message, tag="begin", frozen=True, kw_only=True):
@@ -205,6 +207,7 @@ class Begin(Message, tag="begin", frozen=True, kw_only=True):
 
     Attributes:
         final: at the end of the time the version is abandoned; else the answer is NO_SLOT, and the rank may ask again.
+        waited_s: how long it has waited in requests before this one.
     """
 
     version: Version
@@ -212,6 +215,7 @@ class Begin(Message, tag="begin", frozen=True, kw_only=True):
     durable: bool
     timeout_s: float
     final: bool = True
+    waited_s: float = 0.0
 
 
 class Begun(Message, tag="begun", frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from holdfast.base.errors import Fenced, HoldfastError, LevelNotReached, UsageError
 from holdfast.core.model import Version
 from holdfast.keeper.rpc import messages
-from holdfast.keeper.rpc.messages import NO_SLOT, Begin, Begun, refusal
+from holdfast.keeper.rpc.messages import FREE_SLOTS, NO_SLOT, Begin, Begun, refusal
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.sealer import Sealer
@@ -112,9 +112,8 @@ class SaveRequests:
                 elif now < waiting.deadline_s:
                     self._waiting.append(waiting)
                 elif waiting.request.final:
-                    self._give_up(
-                        waiting, f"no slot became free within {waiting.request.timeout_s:g} s: {waiting.reason}"
-                    )
+                    waited_s = waiting.request.waited_s + waiting.request.timeout_s
+                    self._give_up(waiting, f"no slot became free within {waited_s:g} s: {waiting.reason}")
                 else:
                     waiting.trainer.connection.send(
                         Begun(id=waiting.request.id, slot_id=NO_SLOT, reason=waiting.reason)
@@ -140,8 +139,7 @@ class SaveRequests:
     def _give_up(self, waiting: _Waiting, reason: str) -> None:
         version, rank = waiting.request.version, waiting.trainer.rank
         self._state.abandon(rank, version, reason)
-        remedy = "save less often, or reserve a third slot (num_slots = 3)"
-        error = LevelNotReached(f"{version} is abandoned: {reason}", where=f"rank {rank}", remedy=remedy)
+        error = LevelNotReached(f"{version} is abandoned: {reason}", where=f"rank {rank}", remedy=FREE_SLOTS)
         waiting.trainer.connection.send(refusal(waiting.request.id, error))
 
     def copied(self, connection: Connection, request: messages.Copied) -> None:

@@ -31,6 +31,7 @@ from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.slots import ImagePlace
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
+from holdfast.tiers.storage.read_limit import SLOWEST_BYTES_PER_S
 from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ MAX_TRIES = 5
 # slowest storage that is worth waiting for would have taken the largest bundle.
 SIGN_S = 1.0
 SILENCE_S = 5.0
-SLOWEST_BYTES_PER_S = 1 << 20
 
 
 class _RetryState:

@@ -22,6 +22,7 @@ import logging
 import os
 import stat
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ class SharedReads:
         self._path = path
         self._timeout_s = timeout_s
         self._refused = False
+        self._guard = threading.Lock()
+        self._num_reads, self._is_over = 0, False
         self._fd = os.open(path, _FLAGS, 0o600)
         try:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -85,7 +88,16 @@ class SharedReads:
         Raises:
             StorageBusy: another process reads it, and does not end in time. Else what the two functions raise.
         """
-        at = self.plan.first[bundle_id] + index
+        with self._guard:
+            self._num_reads += 1
+        try:
+            return self._read(self.plan.first[bundle_id] + index, index, cached, stored, where)
+        finally:
+            with self._guard:
+                self._num_reads -= 1
+                self._end()
+
+    def _read(self, at: int, index: int, cached: Callable[[], T | None], stored: Callable[[], T], where: str) -> T:
         deadline, pause_s = time.monotonic() + self._timeout_s, FIRST_PAUSE_S
         while True:
             if self._was_read(at) and (found := cached()) is not None:
@@ -112,9 +124,18 @@ class SharedReads:
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Removes the file, and gives up what this process holds of it."""
+        """Removes the file, and gives up what this process holds of it: at once, or when the last read has ended.
+
+        A read may hang that nobody waits for any more. The number of its file must not become another one's meanwhile.
+        """
         self.remove()
-        self.let_go()
+        with self._guard:
+            self._is_over = True
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_over and not self._num_reads:
+            self.let_go()
 
     def let_go(self) -> None:
         """Closes the file, whose name stays for the others."""

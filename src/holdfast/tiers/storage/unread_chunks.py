@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 from holdfast.core.model import Version
 from holdfast.tiers.backends.interface import NotCachedError
-from holdfast.tiers.backends.parallel_streams import Streams
+from holdfast.tiers.backends.parallel_streams import Streams, requests_at_once
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.shared_reads import SharedReads
 from holdfast.tiers.storage.stored_bundles import StoredBundles
 
@@ -71,8 +72,18 @@ class UnreadChunks:
 
     def streams(self, done: Callable[[int], None]) -> Streams:
         """Streams to read it by; who shares it holds a share of the buffers."""
-        ranks = 1 if self.shared is None else self.shared.plan.num_ranks
-        return self.bundles.streams(self.file.length // ranks, done, buffered=True)
+        return self.bundles.streams(self.file.length // self._num_ranks, done, buffered=True)
+
+    def limit(self, patience_s: float) -> ReadLimit:
+        """Return a limit for reading it; ranks that share it are several, and each asks for a part at once."""
+        at_once = requests_at_once(self.file.length // self._num_ranks) * self._num_ranks
+        return ReadLimit(
+            patience_s, min(self.file.length, at_once * CHUNK_BYTES), self.bundles.where(self.version, self.file)
+        )
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self.shared is None else self.shared.plan.num_ranks
 
     @property
     def cached_bytes(self) -> int:
@@ -86,9 +97,13 @@ class UnreadChunks:
 
 
 def open_bundle(
-    bundles: StoredBundles, version: Version, file: BundleFile, shared: SharedReads | None = None
+    bundles: StoredBundles,
+    version: Version,
+    file: BundleFile,
+    shared: SharedReads | None = None,
+    moved: Callable[[int], None] = lambda _: None,
 ) -> tuple[memoryview, UnreadChunks]:
-    """Returns the image, of which the header and the values are here, and how the rest is read.
+    """Returns the image, of which the header and the values are here, and how the rest is read; `moved` hears of each chunk.
 
     Raises:
         CorruptError: missing, cut short, or damaged. StorageError: the path refuses.
@@ -102,6 +117,7 @@ def open_bundle(
             if index not in here:
                 unread.read(index, view[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
                 here.add(index)
+                moved(CHUNK_BYTES)
 
     where = bundles.where(version, file)
     bring(0, min(CHUNK_BYTES, file.length))
