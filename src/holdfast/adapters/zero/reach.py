@@ -113,9 +113,9 @@ _KNOWN = sys.stdlib_module_names | {
 }  # fmt: skip
 # Modules around modules: the attributes that these name themselves follow the steps, and are made anew by a restart.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
-# Attributes that torch itself gives modules: of compiled ones, and of `fully_shard`, `replicate` and their like. These
-# follow the steps too; but for gradients that are not reduced yet, which are looked at.
-_OF_TORCH = ("_torchdynamo", "__composable_api_")
+# Attributes that torch itself gives modules and parameters: of compiled ones, and of `fully_shard`, `replicate` and their like.
+# These follow the steps too; but for gradients that are not reduced yet, which are looked at.
+_OF_TORCH = ("_torchdynamo", "_dynamo_", "__composable_api_")
 # What an optimizer hands out by its `state_dict`, or does not read in a step.
 _OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 
@@ -709,14 +709,17 @@ class _Walk:
     def marks(self, path: str, tensor: torch.Tensor) -> None:
         """Looks at what the script has put on a tensor as attributes: `p.average = ...`."""
         held = getattr(tensor, "__dict__", None)
-        if not held:
+        if not held or held.get("_is_flat_param"):  # what the first FSDP keeps is work memory
             return
         shown = {
             key: value
             for key, value in held.items()
-            if isinstance(value, (*_ATOMS, *_CONTAINERS, tuple, torch.Tensor))
-            or type(value).__module__ == "numpy"
-            or self._is_users_object(value)
+            if not key.startswith(_OF_TORCH)
+            and (
+                isinstance(value, (*_ATOMS, *_CONTAINERS, tuple, torch.Tensor))
+                or type(value).__module__ == "numpy"
+                or self._is_users_object(value)
+            )
         }
         self.keys(path, shown, _attributes(tensor), asks=NO_PLACE)
 
