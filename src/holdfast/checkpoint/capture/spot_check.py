@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.base.errors import LevelNotReached
+from holdfast.checkpoint.entries.sharding import span_bytes
 
 # Elements that are read of each tensor: the first, the last, and others in turn; one of the others more for so many bytes.
 SPOTS = 3
@@ -103,7 +104,7 @@ class _Group:
         self._salts = np.array(salts, dtype=np.uint64)
         self._strided = [(i, t.shape, t.stride()) for i, t in enumerate(tensors) if t.dim() and not t.is_contiguous()]
         starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-        ends = [_end(tensor) for tensor in tensors]
+        ends = [tensor.data_ptr() + span_bytes(tensor) for tensor in tensors]
         first = int(starts.min())
         self._starts = (starts - first) // size
         words = np.dtype(_WORDS[size])
@@ -136,12 +137,6 @@ class _Group:
             rows = np.unravel_index(places[mine], shape)
             places[mine] = sum(row * stride for row, stride in zip(rows, strides, strict=True))
         return self._starts[self.owners] + places
-
-
-def _end(tensor: torch.Tensor) -> int:
-    """The address behind a tensor's last element in memory."""
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.data_ptr() + (last + 1) * tensor.element_size())
 
 
 class Spots:

@@ -233,12 +233,17 @@ def _check_kind(name: str, local: torch.Tensor, *, allocated: bool) -> None:
     )
 
 
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of memory from the first element of a strided tensor to behind its last one."""
+    if not tensor.numel():
+        return 0
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()
+
+
 def _end_bytes(local: torch.Tensor) -> int:
     """Return how many bytes of its storage a tensor needs; a read of less ends the process."""
-    if not local.numel():
-        return 0
-    last = sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
-    return int(local.storage_offset() + last + 1) * local.element_size()
+    return int(local.storage_offset()) * local.element_size() + span_bytes(local) if local.numel() else 0
 
 
 def _layout(name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
