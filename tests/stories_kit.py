@@ -176,3 +176,29 @@ def stories(script: Path, place: Path) -> Iterator[Stories]:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as server:
             yield Stories(script, place, server, environment)
+
+
+def both_stop_behind_one_step(lives: Stories, plan: str, moment: str, step: int, of: int, *, more: str = "") -> None:
+    """Of two ranks `of` gets SIGTERM at the moment; both stop behind one step, `step` or soon after, and end undisturbed."""
+    killed = lives.ranks_told_to_stop(2, plan, moment, of)
+    (start,) = {facts["starts"][0] for facts in killed}
+    assert step <= start <= step + 3
+    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
+        same(facts, undisturbed, more=more)
+
+
+def both_end_undisturbed_when_stopped(
+    lives: Stories, plan: str, moment: str, step: int, of: int, *, is_end: bool, more: str = ""
+) -> None:
+    """Of two ranks `of` gets SIGTERM at the moment, behind which no step is left if `is_end`; else each goes on from `step` or soon after."""
+    killed = lives.ranks_told_to_stop(2, plan, moment, of, is_end=is_end)
+    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
+        assert is_end or step <= facts["starts"][0] <= step + 3
+        same(facts, undisturbed, more=more)
+
+
+def both_end_undisturbed_when_killed(lives: Stories, plan: str, moment: str, of: int, *, more: str = "") -> None:
+    """Of two ranks `of` is killed at the moment; both go on from a version, and end undisturbed."""
+    for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
+        assert facts["starts"][-1] > 0
+        same(facts, undisturbed, more=more)

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from stories_kit import Stories, drawn, same, stories
+from stories_kit import (
+    Stories,
+    both_end_undisturbed_when_killed,
+    both_end_undisturbed_when_stopped,
+    both_stop_behind_one_step,
+    drawn,
+    same,
+    stories,
+)
 
 STORY = Path(__file__).with_name("accelerate_story.py")
 
@@ -108,9 +116,7 @@ def test_a_rank_that_is_killed_under_accelerate_launch_is_started_again_and_ends
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "moment", "of"), TWO)
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
-    for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
-        assert facts["starts"][-1] > 0
-        same(facts, undisturbed)
+    both_end_undisturbed_when_killed(lives, plan, moment, of)
 
 
 @pytest.mark.slow
@@ -119,11 +125,7 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
     lives: Stories, plan: str, moment: str, step: int, of: int
 ) -> None:
     """The other may be in a later step by then: they agree on one that none has passed."""
-    killed = lives.ranks_told_to_stop(2, plan, moment, of)
-    (start,) = {facts["starts"][0] for facts in killed}
-    assert step <= start <= step + 3
-    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
-        same(facts, undisturbed)
+    both_stop_behind_one_step(lives, plan, moment, step, of)
 
 
 @pytest.mark.slow
@@ -132,9 +134,7 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
 def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed(
     lives: Stories, moment: str, of: int
 ) -> None:
-    for facts, undisturbed in zip(lives.ranks(2, "best", moment, of), lives.ranks(2, "best"), strict=True):
-        assert facts["starts"][-1] > 0
-        same(facts, undisturbed)
+    both_end_undisturbed_when_killed(lives, "best", moment, of)
 
 
 @pytest.mark.slow
@@ -144,7 +144,4 @@ def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undi
     lives: Stories, moment: str, of: int
 ) -> None:
     step, is_end = int(moment.partition(":")[2]), moment == "step:9"
-    killed = lives.ranks_told_to_stop(2, "best", moment, of, is_end=is_end)
-    for facts, undisturbed in zip(killed, lives.ranks(2, "best"), strict=True):
-        assert is_end or step <= facts["starts"][0] <= step + 3
-        same(facts, undisturbed)
+    both_end_undisturbed_when_stopped(lives, "best", moment, step, of, is_end=is_end)

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from stories_kit import Stories, drawn, same, stories
+from stories_kit import (
+    Stories,
+    both_end_undisturbed_when_killed,
+    both_end_undisturbed_when_stopped,
+    both_stop_behind_one_step,
+    drawn,
+    same,
+    stories,
+)
 
 STORY = Path(__file__).with_name("hf_story.py")
 
@@ -132,11 +140,7 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
     lives: Stories, plan: str, moment: str, step: int, of: int
 ) -> None:
     """The other may be in a later step by then: they agree on one that none has passed."""
-    killed = lives.ranks_told_to_stop(2, plan, moment, of)
-    (start,) = {facts["starts"][0] for facts in killed}
-    assert step <= start <= step + 3
-    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
-        same(facts, undisturbed)
+    both_stop_behind_one_step(lives, plan, moment, step, of)
 
 
 @pytest.mark.slow
@@ -145,10 +149,7 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
 def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undisturbed(
     lives: Stories, moment: str, of: int
 ) -> None:
-    killed = lives.ranks_told_to_stop(2, "steps", moment, of, is_end=moment == "end:13")
-    for facts, undisturbed in zip(killed, lives.ranks(2, "steps"), strict=True):
-        assert moment == "end:13" or 6 <= facts["starts"][0] <= 9
-        same(facts, undisturbed)
+    both_end_undisturbed_when_stopped(lives, "steps", moment, 6, of, is_end=moment == "end:13")
 
 
 @pytest.mark.slow
@@ -157,9 +158,7 @@ def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undi
 def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed(
     lives: Stories, moment: str, of: int
 ) -> None:
-    for facts, undisturbed in zip(lives.ranks(2, "steps", moment, of), lives.ranks(2, "steps"), strict=True):
-        assert facts["starts"][-1] > 0
-        same(facts, undisturbed)
+    both_end_undisturbed_when_killed(lives, "steps", moment, of)
 
 
 @pytest.mark.slow
@@ -176,6 +175,4 @@ def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed
     ],
 )
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
-    for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
-        assert facts["starts"][-1] > 0
-        same(facts, undisturbed)
+    both_end_undisturbed_when_killed(lives, plan, moment, of)

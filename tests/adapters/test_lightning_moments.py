@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from stories_kit import Stories, drawn, same, stories
+from stories_kit import (
+    Stories,
+    both_end_undisturbed_when_killed,
+    both_end_undisturbed_when_stopped,
+    both_stop_behind_one_step,
+    drawn,
+    same,
+    stories,
+)
 
 STORY = Path(__file__).with_name("lightning_story.py")
 
@@ -98,11 +106,7 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
     lives: Stories, plan: str, moment: str, step: int, of: int
 ) -> None:
     """The other may be in a later step by then: they agree on one that none has passed."""
-    killed = lives.ranks_told_to_stop(2, plan, moment, of)
-    (start,) = {facts["starts"][0] for facts in killed}
-    assert step <= start <= step + 3
-    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
-        same(facts, undisturbed, more=OWN)
+    both_stop_behind_one_step(lives, plan, moment, step, of, more=OWN)
 
 
 @pytest.mark.slow
@@ -112,10 +116,7 @@ def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undi
     lives: Stories, plan: str, moment: str, of: int
 ) -> None:
     step, is_end = int(moment.partition(":")[2]), moment.startswith("end")
-    killed = lives.ranks_told_to_stop(2, plan, moment, of, is_end=is_end)
-    for facts, undisturbed in zip(killed, lives.ranks(2, plan), strict=True):
-        assert is_end or step <= facts["starts"][0] <= step + 3
-        same(facts, undisturbed, more=OWN)
+    both_end_undisturbed_when_stopped(lives, plan, moment, step, of, is_end=is_end, more=OWN)
 
 
 @pytest.mark.slow
@@ -124,9 +125,7 @@ def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undi
 def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed(
     lives: Stories, plan: str, moment: str, of: int
 ) -> None:
-    for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
-        assert facts["starts"][-1] > 0
-        same(facts, undisturbed, more=OWN)
+    both_end_undisturbed_when_killed(lives, plan, moment, of, more=OWN)
 
 
 @pytest.mark.slow
@@ -143,6 +142,4 @@ def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed
     ],
 )
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
-    for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
-        assert facts["starts"][-1] > 0
-        same(facts, undisturbed, more=OWN)
+    both_end_undisturbed_when_killed(lives, plan, moment, of, more=OWN)
