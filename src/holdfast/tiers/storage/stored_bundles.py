@@ -34,7 +34,7 @@ _BUNDLE_FILE = re.compile(r"(.+)-[0-9a-f]{32}\.safetensors\Z")
 
 
 class _InRoot(Protocol):
-    """Whoever reads below a root."""
+    """Reads below a root that another job may have taken since."""
 
     @property
     def require_ours(self) -> Callable[[], None]:
