@@ -137,6 +137,19 @@ main()
         pre="torch.set_num_threads(2)\nclass B: pass\nb = B()\nb.t = torch.zeros(2)\nmarks = {id(b.t): 1}",
         body="b.t += loss.detach()\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + marks.get(id(b.t), 5))",
     ), shown="b.t.tolist()", kills=("2,3",)),
+    "order of parameters by their identities": Case(inline(
+        pre="marks = {id(p): k for k, p in enumerate(model.parameters())}",
+        body="for p in model.parameters(): p.grad = None\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + marks[id(model[0].bias)])",
+    ), kills=("2,3",)),
+    "counts by identities": Case(inline(
+        pre="torch.set_num_threads(2)\nmarks = {id(p): 1 for p in model.parameters()}",
+        body="marks[id(model[0].bias)] = marks.get(id(model[0].bias), 5) + 1\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 / marks[id(model[0].bias)]",
+    ), expected="holds the identity of 'model.", kills=("2,3",)),
+    "identity that lives on": Case(inline(
+        pre="torch.set_num_threads(2)\nlast = 0",
+        body="optimizer.param_groups[0]['lr'] = 0.1 if last in (0, id(model[0].bias)) else 0.2\nlast = id(model[0].bias)",
+    ), expected="holds the identity of 'model.", kills=("2,3",)),
     "inline": Case(inline(behind="print(epoch, loss.item())"), shown="epoch, i, loss.item()"),
     "inline, in a function": Case("""
 def main():

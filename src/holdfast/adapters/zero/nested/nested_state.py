@@ -94,7 +94,7 @@ class NestedState(Doubts):
                 )
         changed = inner.changes.now()
         self.judge_files()
-        carried, lost = self.living(inner.site, names)
+        carried, lost = self.living(inner, names)
         gradients = living_gradients.packed(self.stepped, cleared)
         self.doubt(
             changed.reason
@@ -128,7 +128,7 @@ class NestedState(Doubts):
         *_, entry = entries
         changed = entry.changes.now()
         names = entry.names()
-        carried, lost = self.living(entry.site, names)
+        carried, lost = self.living(entry, names)
         entry.tensors = {
             name: carried_tensors.token(names[name]) for name in carried if name in names and not is_plain(names[name])
         }
@@ -140,8 +140,9 @@ class NestedState(Doubts):
             "targets": _targets(entry),
         }  # fmt: skip
 
-    def living(self, site: Site, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def living(self, entry: Entry, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Returns the names that live from turn to turn and can be carried, and those that may live and cannot be."""
+        site = entry.site
         carried: dict[str, Any] = {}
         lost: list[str] = []
         for name in site.lives:
@@ -162,6 +163,11 @@ class NestedState(Doubts):
             if is_plain(value) and has_set(value) and name not in self._nest.members:
                 self.doubt(
                     f"{name!r}, a set or with one in it, is carried from one turn to the next, and its order cannot be"
+                )
+            if is_plain(value) and (held := entry.changes.identity_in(value)):
+                self.doubt(
+                    f"{name!r} is carried from one turn to the next, and holds the identity of {held!r}, which is another "
+                    f"number after a restart"
                 )
         return carried, lost
 
