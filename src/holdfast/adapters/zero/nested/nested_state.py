@@ -391,7 +391,7 @@ def generators() -> dict[str, str]:
 
 
 class Generator(NamedTuple):
-    """What is noted of a generator of random numbers where the outermost loop begins.
+    """A generator of random numbers, as it was where the outermost loop began.
 
     Attributes:
         token: of its state as the loop was entered.
