@@ -8,6 +8,8 @@
     look.local        path of a number or text under a name of a function -> its token: nobody can set it
     look.data         path of a tensor, an array, a list of plain values -> its token, and whether it has texts
     look.unknown      objects that cannot be looked into, of which nobody knows whether they keep something
+    look.born         path of an object that is nothing but attributes, and is held where another can be put -> its class by name
+    look.kinds        name of a class -> the class, of such objects and of classes of the user; None if two have the name
     look.places       path of every object that was looked at, by its `id`
     look.unsure       what may hold a place that nobody can read: iterators, generators, files
 
@@ -168,22 +170,37 @@ class Look:
     local: dict[str, tuple[str, str]] = field(default_factory=dict)
     data: dict[str, tuple[object, bool]] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
+    born: dict[str, tuple[str, str, str | int]] = field(default_factory=dict)
+    kinds: dict[str, type | None] = field(default_factory=dict)
 
     def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
-        """Sets plain values as a version has them, where they are in this look.
+        """Sets plain values as a version has them, where they are in this look, and makes objects that are not there.
 
         Raises:
-            KeyError: there is no place for one.
+            KeyError: there is no place for one, or no class.
         """
-        for path, owner, key, value in rows:
+        for path, owner, key, value, *kind in rows:
             leaf = self.leaves.get(path)
-            if leaf is not None:
+            if kind:
+                self._make(path, owner, key, kind[0])
+            elif leaf is not None:
                 leaf.put(held_arrays.brought(value, leaf.held))
             else:
                 self.owners[owner].put(key, held_arrays.brought(value))
         for path, owner, key in gone:
             if path in self.leaves:
                 self.owners[owner].drop(key)
+
+    def _make(self, path: str, owner: str, key: str | int, kind: str) -> None:
+        """Makes an object without attributes, of a class that the script has already used before its loop."""
+        if path in self.born and self.born[path][0] == kind:
+            return
+        made = self.kinds[kind]
+        if made is None:
+            raise KeyError(kind)
+        thing: Any = object.__new__(made)
+        self.owners[owner].put(key, thing)
+        self.owners[path] = _attributes(thing)
 
 
 class Reach:
@@ -547,7 +564,7 @@ class _Walk:
             self.found.fixed[path] = (kind.__qualname__, repr(value))
             self._extra(path, value, asks)
         elif not (self._bytes(path, value) or self._random(path, value, hold) or self._code(path, value, asks)):
-            self._object(path, value, asks)
+            self._object(path, value, asks, hold)
 
     def _extra(self, path: str, value: Any, asks: int) -> None:
         """Looks at what a class of the user's adds to one of a library."""
@@ -591,7 +608,7 @@ class _Walk:
             return False
         return True
 
-    def _object(self, path: str, value: Any, asks: int) -> None:
+    def _object(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         kind = type(value)
         self.found.fixed[path] = kind.__qualname__
         within = min(asks, NO_PLACE)
@@ -613,14 +630,31 @@ class _Walk:
         elif isinstance(value, Dataset | Sampler):
             self._instance(path, value, within)
         elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users_object(value):
+            self._note_born(path, value, hold)
             self._instance(path, value, asks)
         elif not isinstance(value, STANDING):
-            self._of_library(path, value, asks)
+            self._of_library(path, value, asks, hold)
 
-    def _of_library(self, path: str, value: Any, asks: int) -> None:
+    def _note_born(self, path: str, value: Any, hold: tuple[str, str | int]) -> None:
+        """Notes an object of which another one with the same attributes can be made and put in its place."""
+        kind = type(value)
+        if not is_attributes(value):
+            return
+        name = self._note_kind(kind)
+        if hold[0] in self.found.owners:
+            self.found.born[path] = (name, *hold)
+
+    def _note_kind(self, kind: type) -> str:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        if self.found.kinds.setdefault(name, kind) is not kind:
+            self.found.kinds[name] = None
+        return name
+
+    def _of_library(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         """Looks at an object of an unknown class of a library, if there is nothing in it but attributes."""
         kind = type(value)
         if asks and is_attributes(value):
+            self._note_born(path, value, hold)
             self._instance(path, value, NO_PLACE)
             if asks == ALL and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
                 self.found.unknown.append((path, kind.__qualname__))
@@ -798,6 +832,8 @@ class _Walk:
             others = {key: part for key, part in vars(value).items() if key[:1] != "_" and key not in members}
             self.keys(path, {**others, **members}, _attributes(value), asks=asks)
             return
+        if _is_of_python(value):
+            self._note_kind(value)
         shown: dict[str, Any] = {}
         for key, part in vars(value).items():
             if isinstance(part, staticmethod | classmethod):

@@ -214,6 +214,7 @@ class Looker:
             orders={**now.orders, **around.orders},
             shared=now.shared,
             data=outermost.data,
+            kinds=outermost.kinds,
         )
         always = {
             path
