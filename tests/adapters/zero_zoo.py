@@ -41,6 +41,50 @@ BEST = (
     "        self.loss, self.steps, self.rows = loss, 1, [loss]\n"
 )
 
+# A module with a loop, and a script that calls it.
+TRAINER = """
+import os, sys
+import torch
+
+trained, seen = 0, 1
+
+def count():
+    global seen
+    seen += 1
+    return seen
+
+class Trainer:
+    def __init__(self, model, optimizer, loader, die, note=None):
+        self.model, self.optimizer, self.loader, self.die, self.note = model, optimizer, loader, die, note
+
+    def batch(self, x, epoch):
+        loss = self.model(x).square().mean() * SCALE
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def epoch(self, epoch):
+        number = 1
+        for i, (x,) in enumerate(self.loader):
+            sys.stderr.write(f"made {4 * epoch + i}\\n")
+            self.batch(x, epoch * number)
+            self.die(4 * epoch + i, 5)
+
+    def train(self):
+        global trained
+        trained += 1
+        for epoch in range(3):
+            self.epoch(epoch)
+"""
+TRAINS = """
+import helper
+from torch.utils.data import DataLoader, TensorDataset
+note = globals().get("note")
+trainer = helper.Trainer(model, optimizer, DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2, shuffle=True), die, note)
+trainer.train()
+print("END", [p.tolist() for p in model.parameters()])
+"""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -104,6 +148,33 @@ CASES: dict[str, Case] = {
     ),
     "global read in a lambda": Case(
         pre="rate = 1.0\nweigh = lambda x: x * rate", scale="weigh(1.0)", body="rate = 0.5 + step", shown="rate"
+    ),
+    # Loops in a module beside the script.
+    "loop of a module": Case(helper=TRAINER.replace("SCALE", "1"), whole=TRAINS),
+    "loop of a module, with a number of its own": Case(
+        helper=TRAINER.replace("SCALE", "count()"), whole=TRAINS + "print('END', helper.seen)\n"
+    ),
+    "loop of a module, with a function of the script": Case(
+        helper=TRAINER.replace("SCALE", "self.note(epoch)"),
+        whole="total = 1.0\ndef note(epoch):\n    global total\n    total += 0.25\n    return total\n" + TRAINS + "print('END', total)\n",
+    ),
+    "loop of a module, with a list of a function of the script": Case(
+        helper=TRAINER.replace("SCALE", "len(self.rows.append(epoch) or self.rows)"),
+        whole=TRAINS.replace("trainer = ", "def main():\n    rows = []\n    global trainer\n    trainer = ").replace(
+            "trainer.train()", "    trainer.rows = rows\n    trainer.train()\n    print('END', rows)\nmain()"
+        ),
+    ),
+    "loop of a module, with an iterator of the module": Case(
+        "nobody can be sure what 'scales', a count",
+        helper="import itertools\nscales = itertools.count(1)\n" + TRAINER.replace("SCALE", "next(scales)"), whole=TRAINS,
+    ),
+    "loop of a module, with data of the module that is another at the second start": Case(
+        "'order' is another one than in the run that saved",
+        helper="import random\norder = random.Random().sample(range(100), 100)\n" + TRAINER.replace("SCALE", "len(order)"), whole=TRAINS,
+    ),
+    "loop of a module, whose version does not fit": Case(
+        "was made before the loop", helper=TRAINER.replace("SCALE", "(1 + epoch)").replace("        number = 1\n", "        number = int(os.environ.get('N', 1))\n"),
+        whole=TRAINS + "print('END', helper.trained)\n", again=(("N", "2"),),
     ),
     # Objects that come to be in the loop.
     "object that comes to be": Case(

@@ -51,6 +51,7 @@ class Changes:
         members: names of sets whose order matters to nobody.
         before: how it was; by default how it is now.
         always: paths of plain values that are carried also where they are as they were.
+        home: name of the module in which the loop stands; empty: it stands in the script itself.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Changes:
         *,
         before: Look | None = None,
         always: Container[str] = (),
+        home: str = "",
     ) -> None:
         self._look = look
         self._members = members
         self._lines = lines
         self._always = always
+        self._home = f"{home}." if home else ""
         self.before = before if before is not None else look()
         self._places = self.before.places
 
@@ -155,6 +158,7 @@ class Changes:
         for path, leaf in self.before.leaves.items():
             if inside and "()." in path:
                 path = path.partition("().")[2]
+            path = self._at_home(path)
             root = path.replace("[", ".").partition(".")[0]
             value = leaf.value() if root in used and path not in bounds and len(found) < MAX_BEGAN else None
             if type(value) in (bool, int, str) or (type(value) is float and value < CLOCK):
@@ -173,7 +177,7 @@ class Changes:
         """
         found: dict[str, dict[str, str]] = {}
         for path, (token, texts) in self.before.data.items():
-            place = path.partition("().")[2] if inside and "()." in path else path
+            place = self._at_home(path.partition("().")[2] if inside and "()." in path else path)
             root = place.replace("[", ".").partition(".")[0]
             if root in used and not (texts and clock):
                 found.setdefault(root, {})[place] = xxhash.xxh3_64_hexdigest(repr(token).encode())
@@ -184,6 +188,9 @@ class Changes:
             else:
                 tokens[root] = xxhash.xxh3_64_hexdigest(repr(sorted(parts.items())).encode())
         return tokens
+
+    def _at_home(self, path: str) -> str:
+        return path.removeprefix(self._home) if self._home else path
 
     def misses(self, rows: list[list[Any]]) -> str:
         """Returns why these values have no place here; empty if all have one."""

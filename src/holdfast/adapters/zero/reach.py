@@ -110,7 +110,7 @@ _KNOWN = sys.stdlib_module_names | {
     "pandas", "sklearn", "skimage", "PIL", "cv2", "einops", "timm", "transformers", "tokenizers", "datasets",
     "safetensors", "accelerate", "peft", "huggingface_hub", "diffusers", "sentencepiece", "tiktoken", "lightning",
     "pytorch_lightning", "triton", "flash_attn", "xformers", "bitsandbytes", "matplotlib", "seaborn", "tqdm", "rich",
-    "yaml", "click", "typer", "omegaconf", "hydra", "absl", "attr", "attrs", "pydantic", "msgspec", "packaging",
+    "boto3", "botocore", "fsspec", "s3fs", "gcsfs", "smart_open", "yaml", "click", "typer", "omegaconf", "hydra", "absl", "attr", "attrs", "pydantic", "msgspec", "packaging",
     "psutil", "requests", "wandb", "tensorboard", "tensorboardX", "mlflow", "h5py", "zarr", "pyarrow", "lmdb",
     "numba", "xxhash", "holdfast",
 }  # fmt: skip
@@ -245,6 +245,7 @@ class Reach:
         hidden: frozenset[str] | None = None,
         local: Mapping[str, Any] | None = None,
         carried: Mapping[str, Any] | None = None,
+        home: str = "",
     ) -> Look:
         """Returns what is there now.
 
@@ -256,6 +257,7 @@ class Reach:
             hidden: names of the script itself that are not looked at; by default those that the loop sets, if it stands there.
             local: names that loops set, which functions in them may hold too; by default those of the innermost.
             carried: names that are set anew by a restart; by default those that the loop carries.
+            home: name of the module in which the loop stands; empty: it stands in the script itself.
         """
         if local is None:
             local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
@@ -273,6 +275,7 @@ class Reach:
             walk.share(name, value)
         for number, thing in enumerate(self._kept):
             walk.inside(names.get(id(thing), f"kept{number}"), thing)
+        self._at_home(walk, home)
         for number, (path, scope) in enumerate(frames):
             self._visit(walk, path, scope, without=frozenset() if number else self._sets)
         for name in self._in_order(main):
@@ -289,6 +292,21 @@ class Reach:
             kind = "set in a script that pops, by an order that cannot be read,"
             walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
         return walk.found
+
+    def _at_home(self, walk: _Walk, home: str) -> None:
+        """Looks at the module in which the loop stands, as at the script itself; if it stands in one."""
+        if not home:
+            return
+        module = sys.modules[home]
+        walk.found.owners[home] = _attributes(module)
+        names = vars(module)
+        for name in self._in_order(names):
+            if not name.startswith("__"):
+                walk.visit(
+                    f"{home}.{name}", names[name], asks=ALL if name in self._used else NOTHING, hold=(home, name)
+                )
+                if name in self._used:
+                    walk.foreign(f"{home}.{name}", names[name])
 
     def _visit(
         self, walk: _Walk, path: str, scope: Mapping[str, Any], *, without: frozenset[str] = frozenset()
