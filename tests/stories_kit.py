@@ -22,6 +22,8 @@ import pytest
 from doors_kit import SOURCE, launching
 from holdfast.testing.contracts.adapter import Workshop
 
+ALL = -1  # ranks
+
 
 def drawn(matrix: Mapping[str, str], number: int) -> list[Any]:
     """Plans with each of their moments, as parameters: all but a few, drawn once, are slow."""
@@ -106,7 +108,9 @@ class Stories:
         words = ("--kill", moment, "--of", str(of)) if moment else ()
         self._launch(place, number, plan, *words, launch=launch, plain=not moment)
         facts = self._facts(place, number)
-        if not moment:
+        if moment:
+            self._require_kill(place, number, of)
+        else:
             self.known[number, plan] = [dict(each) for each in facts]
         return facts
 
@@ -125,10 +129,15 @@ class Stories:
         place = self._directory()
         words = ("--term", "--every", "100")
         self._launch(place, number, plan, *words, "--kill", moment, "--of", str(of))
+        self._require_kill(place, number, of)
         assert (place / "facts").exists() == is_end, "the training was over before the moment, or not at its end"
         if not is_end:
             self._launch(place, number, plan, *words)
         return self._facts(place, number)
+
+    def _require_kill(self, place: Path, number: int, of: int) -> None:
+        """A moment that a plan never comes to would prove nothing."""
+        assert len(list(place.glob("facts.killed*"))) == (number if of == ALL else 1), "the moment never came"
 
     def _launch(
         self, place: Path, number: int, plan: str, *words: str, launch: Sequence[str] = (), plain: bool = False

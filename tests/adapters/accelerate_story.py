@@ -27,7 +27,7 @@ from story_server import serve
 
 from holdfast.adapters.huggingface import wrap
 
-ROWS, BATCH, EPOCHS = 40, 4, 3
+ROWS, BATCH = 40, 4
 ALL = -1
 # How loaders are configured.
 PLANS: dict[str, dict[str, Any]] = {
@@ -51,6 +51,7 @@ PLANS: dict[str, dict[str, Any]] = {
 # Batches of a step, and most steps.
 NUMBERS = {"every batch": {"batches": 1}, "odd": {"batches": 3}, "limit": {"most": 7}}
 EVALUATED = ("evaluates", "stops", "best", "limit", "plateau", "compiled")
+PATIENT = ("stops", "plateau")  # those that end when three evaluations were no better
 
 
 class Rows(torch.utils.data.Dataset):
@@ -167,15 +168,17 @@ class Loop:
         self.checkpointer = wrap(self.accelerator, options.root, every=options.every)
         self.step = self.start = self.checkpointer.restore()
         length = ROWS // BATCH // self.accelerator.num_processes
+        self.epochs = 3 if self.accelerator.num_processes == 1 else 4  # of two ranks an epoch is shorter
         self.accumulated = -(-length // self.batches)  # optimizer steps of an epoch; one is saved as one step
         self.seen = self.facts.with_suffix(f".rows{self.accelerator.process_index}")
 
     @property
     def is_over(self) -> bool:
-        return self.step >= min(self.most, EPOCHS * self.accumulated) or self.best.waited >= 3
+        impatient = self.plan in PATIENT and self.best.waited >= 3
+        return self.step >= min(self.most, self.epochs * self.accumulated) or impatient
 
     def run(self) -> None:
-        for epoch in range(self.start // self.accumulated, EPOCHS):
+        for epoch in range(self.start // self.accumulated, self.epochs):
             if self.is_over:
                 break
             if hasattr(self.loader, "set_epoch") and PLANS[self.plan] == {"use_seedable_sampler": True}:

@@ -52,7 +52,7 @@ TWO = [
     ("evaluates", "eval:4", 1), ("evaluates", "eval:4", -1), ("best", "saving:4", 1), ("best", "epoch:6", -1),
 ]  # fmt: skip
 
-# Of two ranks, three steps are an epoch, and nine are all. In the evaluation behind a step, between it and Accelerate's own save, in that,
+# Of two ranks, three steps are an epoch, and twelve are all. In the evaluation behind a step, between it and Accelerate's own save, in that,
 # behind it, behind the report; the last step of an epoch, and behind it; the last of all.
 AROUND = ["eval:4", "evaluated:4", "within:4", "saving:4", "step:4", "eval:6", "step:6", "epoch:6"]
 
@@ -130,7 +130,7 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
-@pytest.mark.parametrize("moment", [*AROUND, "step:9", "over:9"])
+@pytest.mark.parametrize("moment", [*AROUND, "step:12", "over:12"])
 def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed(
     lives: Stories, moment: str, of: int
 ) -> None:
@@ -139,9 +139,9 @@ def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
-@pytest.mark.parametrize("moment", [*AROUND, "step:9"])
+@pytest.mark.parametrize("moment", [*AROUND, "step:12"])
 def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undisturbed(
     lives: Stories, moment: str, of: int
 ) -> None:
-    step, is_end = int(moment.partition(":")[2]), moment == "step:9"
+    step, is_end = int(moment.partition(":")[2]), moment == "step:12"
     both_end_undisturbed_when_stopped(lives, "best", moment, step, of, is_end=is_end)

@@ -49,7 +49,7 @@ OWN = "own"  # files that Lightning wrote: one that it had not told us of may be
 # Of two ranks: before a validation, behind it, in what is done for an epoch; between a validation and Lightning's own save, in that, behind it.
 AROUND = [
     ("limit", "batch:5"), ("limit", "begin:5"), ("limit", "epoch:10"),
-    ("job", "val:8"), ("job", "validated:8"), ("job", "saving:8"), ("job", "saved:8"),
+    ("job", "val:8"), ("job", "validated:8"), ("job", "saving:5"), ("job", "saved:5"),
 ]  # fmt: skip
 
 
