@@ -99,6 +99,10 @@ CASES: dict[str, Case] = {
     "global read in a lambda": Case(
         pre="rate = 1.0\nweigh = lambda x: x * rate", scale="weigh(1.0)", body="rate = 0.5 + step", shown="rate"
     ),
+    "identity that lives on": Case(
+        "holds the identity of 'model.", pre="last = 0", threads=2,
+        body="optimizer.param_groups[0]['lr'] = 0.1 if last in (0, id(model[0].bias)) else 0.2\nlast = id(model[0].bias)",
+    ),
     "closure with nonlocal": Case(
         pre="def make():\n    n = 1.0\n    def scale():\n        nonlocal n\n        n += 0.5\n        return n\n    return scale\n"
         "scale = make()",

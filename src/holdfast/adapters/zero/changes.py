@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from holdfast.adapters.zero import held_arrays
+from holdfast.adapters.zero import held_arrays, identities
 from holdfast.adapters.zero.reach import ANOTHER, CLOCK, Look, has_set
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers.format import values as value_codec
@@ -66,6 +66,7 @@ class Changes:
         self._lines = lines
         self._always = always
         self.before = before if before is not None else look()
+        self._places = self.before.places
 
     def now(self) -> Changed:
         """Returns what differs from the beginning of the loop."""
@@ -77,6 +78,7 @@ class Changes:
     def between(self, now: Look) -> Changed:
         """Returns what of this look differs from the beginning of the loop."""
         before = self.before
+        self._places = now.places
         reason = self._fixed(before.fixed, now.fixed) or self._reordered(now)
         if now.unsure and not before.unsure:
             (path, kind), *_ = now.unsure
@@ -101,6 +103,11 @@ class Changes:
                     f"{path!r} changes in the loop{self._where(path)}, and is a set, or has one in it: its order cannot be "
                     f"carried to a restart"
                 )
+            if held := self.identity_in(rows[-1][3]):
+                reason = reason or (
+                    f"{path!r} changes in the loop{self._where(path)}, and holds the identity of {held!r}, which is another "
+                    f"number after a restart"
+                )
         gone = [[p, leaf.owner, leaf.key] for p, leaf in before.leaves.items() if p not in now.leaves]
         gone = [row for row in gone if row[0] not in now.fixed]
         try:
@@ -112,6 +119,10 @@ class Changes:
                 largest = max(rows, key=lambda row: len(value_codec.encode(row[3])))
                 rows, reason = [], reason or f"{largest[0]!r}{self._where(largest[0])} is too large to be carried"
         return Changed(rows, gone, reason)
+
+    def identity_in(self, value: Any) -> str:
+        """Returns the path of an object whose identity lies in a value, as of the last look; empty if there is none."""
+        return identities.identity_in(value, self._places)
 
     def between_fixed(self, now: Look) -> str:
         """Returns what differs of what can neither be carried nor be left out, and what cannot be looked at; empty if nothing does."""

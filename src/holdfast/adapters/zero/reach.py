@@ -8,6 +8,7 @@
     look.local        path of a number or text under a name of a function -> its token: nobody can set it
     look.data         path of a tensor, an array, a list of plain values -> its token, and whether it has texts
     look.unknown      objects that cannot be looked into, of which nobody knows whether they keep something
+    look.places       path of every object that was looked at, by its `id`
     look.unsure       what may hold a place that nobody can read: iterators, generators, files
 
 A path says how a thing is reached from the names of the script, so a script that was started again has the same thing under
@@ -56,7 +57,7 @@ from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.adapters.zero import held_arrays
+from holdfast.adapters.zero import held_arrays, identities
 from holdfast.base import config
 from holdfast.base.errors import HoldfastError
 from holdfast.base.installed import is_installed
@@ -166,6 +167,7 @@ class Look:
     shared: dict[str, str] = field(default_factory=dict)
     local: dict[str, tuple[str, str]] = field(default_factory=dict)
     data: dict[str, tuple[object, bool]] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)
 
     def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
         """Sets plain values as a version has them, where they are in this look.
@@ -265,6 +267,7 @@ class Reach:
             self._visit(walk, path, scope)
         walk.settings()
         walk.lone([*self._kept, *carried.values()])
+        walk.places()
         if self._pops or walk.pops:
             kind = "set in a script that pops, by an order that cannot be read,"
             walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
@@ -343,6 +346,7 @@ class _Walk:
         self._paths: dict[int, str] = {}
         self._holders: dict[int, tuple[str, str]] = {}  # mutable part of a plain value -> its path, and the value's
         self._alive: list[Any] = []
+        self._made: list[tuple[str, Any]] = []  # plain values that are noted as data, with their paths
         self._spans: list[held_arrays.Span] = []  # memory of tensors and arrays that cannot be carried
         self.sets: list[str] = []
         self.pops = False  # whether a function of the user's pops something
@@ -705,6 +709,14 @@ class _Walk:
         texts = _texts_in(value)
         if texts is not None:
             self.found.data[path] = (token, texts)
+            self._made.append((path, value))
+
+    def places(self) -> None:
+        """Notes where everything lies, and compares data that is made of identities by the objects that they are of."""
+        self.found.places = self._paths
+        for path, value in self._made:
+            if identities.identity_in(value, self._paths):
+                self.found.data[path] = (_token(identities.named(value, self._paths)), self.found.data[path][1])
 
     def marks(self, path: str, tensor: torch.Tensor) -> None:
         """Looks at what the script has put on a tensor as attributes: `p.average = ...`."""

@@ -72,6 +72,7 @@ class Entry:
         start: of an outer loop, what was when its item began.
         tensors: of an outer loop, names of tensors that live from turn to turn -> their tokens as its item began.
         drawn: token of the generators of random numbers when it began.
+        generators: of the outermost loop, the same of each.
     """
 
     site: Site
@@ -85,6 +86,7 @@ class Entry:
     start: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, object] = field(default_factory=dict)
     drawn: str = ""
+    generators: dict[str, str] = field(default_factory=dict)
 
     def names(self) -> dict[str, Any]:
         """Returns what names mean where it stands."""
