@@ -441,7 +441,7 @@ def _step_of(tag: str) -> int | None:
 
 
 def _text_of(path: Path) -> str | None:
-    """What a small file says, empty if there is none, None if nobody can tell."""
+    """Return what a small file says: empty if there is none, None if nobody can tell."""
     try:
         return path.read_bytes()[:MAX_TAG_BYTES].decode(errors="replace").strip()
     except FileNotFoundError:
