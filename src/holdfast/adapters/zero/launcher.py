@@ -23,7 +23,7 @@ from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
 from holdfast.base import config
 from holdfast.base.errors import MismatchError
 from holdfast.base.events import Events
-from holdfast.elastic.launch import run_command
+from holdfast.elastic.launch import run_command, run_flags
 from holdfast.elastic.worker import main_module
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.worker_main import run_script
@@ -136,7 +136,7 @@ def _said(reason: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the job; returns the exit code."""
-    root = run_command.checkpoint_dir(argv)
+    root = run_flags.checkpoint_dir(argv)
     return run_command.main(argv, script=ScriptLauncher(root) if root else run_script, looks=[singletons.left])
 
 
