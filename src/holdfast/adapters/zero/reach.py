@@ -28,6 +28,7 @@ import collections
 import contextlib
 import datetime as dt
 import decimal
+import dis
 import enum
 import functools
 import io
@@ -119,6 +120,8 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 # Attributes that torch itself gives modules and parameters: of compiled ones, and of `fully_shard`, `replicate` and their like.
 # These follow the steps too; but for gradients that are not reduced yet, which are looked at.
 _OF_TORCH = ("_torchdynamo", "_dynamo_", "__composable_api_")
+# Functions that read names which no text shows.
+_BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}
 # What an optimizer hands out by its `state_dict`, or does not read in a step.
 _OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 
@@ -271,6 +274,7 @@ class Reach:
         }
         if carried is None:
             carried = {name: scopes[0].get(name, main.get(name)) for name in self._carried}
+        walk.carried = frozenset(carried)
         for name, value in carried.items():
             walk.share(name, value)
         for number, thing in enumerate(self._kept):
@@ -374,6 +378,7 @@ class _Walk:
         self._told = told
         self.found = Look()
         self.hidden = hidden
+        self.carried: frozenset[str] = frozenset()
         self._local = local
         self._is_users = is_users
         self._kept = {id(thing) for thing in kept}
@@ -823,9 +828,18 @@ class _Walk:
         if home != "__main__":
             self.visit(home, sys.modules.get(home), asks=asks)
         else:
-            for name in sorted((_global_names(value.__code__) & value.__globals__.keys()) - self.hidden):
+            names = _global_names(value.__code__)
+            if value.__code__.co_filename != value.__globals__.get("__file__"):
+                self._made_of_text(path, value.__code__)
+            for name in sorted((names & value.__globals__.keys()) - self.hidden):
                 if not name.startswith("__"):
                     self.visit(name, value.__globals__[name], asks=asks, hold=("", name))
+
+    def _made_of_text(self, path: str, code: types.CodeType) -> None:
+        """Notes a function that `exec` made, if it reads a name that a loop sets: the text of the script does not show that."""
+        read = _loaded_names(code) & (self.hidden - self.carried | _BY_TEXT)
+        if self.hidden and read:
+            self.found.unsure.append((path, f"function made of text that reads {min(read)!r},"))
 
     def _cell(self, path: str, cell: types.CellType, asks: int) -> None:
         if id(cell) in self._seen:
@@ -1056,6 +1070,19 @@ def _global_names(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= _global_names(constant)
+    return found
+
+
+def _loaded_names(code: types.CodeType) -> set[str]:
+    """Returns the names of the module that a function reads or sets, without those of attributes."""
+    found = {
+        str(each.argval)
+        for each in dis.get_instructions(code)
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _loaded_names(constant)
     return found
 
 
