@@ -149,6 +149,11 @@ CASES: dict[str, Case] = {
     "global read in a lambda": Case(
         pre="rate = 1.0\nweigh = lambda x: x * rate", scale="weigh(1.0)", body="rate = 0.5 + step", shown="rate"
     ),
+    "tensor of which another one is a part": Case(
+        "and cannot be carried to a restart: 'holder.a' has a part of it",
+        pre="holder = argparse.Namespace(a=torch.zeros(2))\nholder.b = holder.a[:1]", body="holder.a += 1",
+        scale="(1 + holder.b.item())", shown="holder.b",
+    ),
     # Text that is executed before the loop.
     "settings by exec": Case(
         pre="rate, best = 0.1, None\nexec('rate = 0.2')\nsettings = {k: globals()[k] for k in [k for k, v in globals().items() if k == 'rate']}",
