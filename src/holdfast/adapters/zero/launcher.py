@@ -50,7 +50,7 @@ class ScriptLauncher:
         path = order.arguments[0]
         found: Loop | Nest | str
         try:
-            source = Path(path).read_text(encoding="utf-8")
+            source = order.text.encode("latin-1").decode() if order.text else Path(path).read_text(encoding="utf-8")
             found = _found(source)
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
             found = ""  # Python tells what is wrong with it
