@@ -74,7 +74,7 @@ EXECUTES_BYTES = {"cloudpickle", "code", "dill", "marshal", "pickle", "shelve", 
 # The agent makes what a worker finds, the stage puts it there for every run of the script, the runner for a function.
 # torch_environment.py compares it with what torch has read, where a script imports torch.
 MAY_TOUCH_ENVIRONMENT = {
-    "base/config.py", "elastic/launch/run_command.py", "checkpoint/job/collectives.py", "checkpoint/dry_run.py", "keeper/rpc/spawn.py",
+    "base/config.py", "elastic/launch/run_command.py", "elastic/launch/run_flags.py", "checkpoint/job/collectives.py", "checkpoint/dry_run.py", "keeper/rpc/spawn.py",
     "elastic/launch/agent.py", "elastic/launch/worker_assignment.py", "elastic/worker/script_sandbox.py", "elastic/worker/worker_main.py",
     "elastic/worker/torch_environment.py",
 }  # fmt: skip

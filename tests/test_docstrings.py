@@ -13,7 +13,7 @@ from holdfast.cli.cli import app
 SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 NEVER = {
     "As", "By", "For", "From", "How", "If", "In", "Of", "To", "What", "When", "Where", "Whether", "Which", "Who", "Whose",
-    "Whatever", "Why", "With",
+    "Whatever", "Whoever", "Why", "With",
 }  # fmt: skip
 
 

@@ -43,6 +43,14 @@ TAIL = """
 die("end")
 print("END", {shown}, [p.tolist() for p in model.parameters()])
 """
+BEST = """
+class Best:
+    made = 0
+    def __init__(self, epoch=0):
+        Best.made += 1
+        self.epoch, self.seen = epoch, []
+holder = argparse.Namespace(best=None)
+"""
 # Killed in the first epoch, at its last step, behind it, in the third epoch, and behind the loops.
 KILLS = ("0,4", "0,6", "0,eval", "2,3", "2,6", "end")
 
@@ -59,6 +67,7 @@ class Case:
         at: what names the step.
         shown: what is printed at the end.
         again: variables of the environment for the second life, and for the run that it is compared with.
+        seeded: whether Python's and NumPy's generators are seeded, beside torch's.
     """
 
     text: str
@@ -68,6 +77,7 @@ class Case:
     at: str = "epoch, i"
     shown: str = "0"
     again: tuple[tuple[str, str], ...] = ()
+    seeded: bool = True
 
     def script(self) -> str:
         step = dedent(STEP).replace("{scale}", self.scale).replace("{at}", self.at)
@@ -75,7 +85,8 @@ class Case:
         for line in dedent(self.text).splitlines():
             place = line.partition("{step}")[0] if "{step}" in line else None
             lines.append(line if place is None else indent(step, place))
-        return f"{HEAD}\n" + "\n".join(lines) + TAIL.replace("{shown}", self.shown)
+        head = HEAD if self.seeded else HEAD.replace("random.seed(1), np.random.seed(1), ", "")
+        return f"{head}\n" + "\n".join(lines) + TAIL.replace("{shown}", self.shown)
 
 
 EVALUATE = """
@@ -137,6 +148,28 @@ main()
         pre="torch.set_num_threads(2)\nclass B: pass\nb = B()\nb.t = torch.zeros(2)\nmarks = {id(b.t): 1}",
         body="b.t += loss.detach()\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + marks.get(id(b.t), 5))",
     ), shown="b.t.tolist()", kills=("2,3",)),
+    "object that comes to be in an inner loop": Case(inline(
+        pre=BEST, body="if epoch == 0 and i == 2: holder.best = Best()\nif holder.best is not None: holder.best.seen.append(i)",
+    ), scale="(1 if holder.best is None else 1 + 0.1 * len(holder.best.seen))", shown="holder.best.seen, Best.made"),
+    "object that comes to be between loops": Case(inline(
+        pre=BEST, before="holder.best = Best(epoch)", body="holder.best.seen.append(i)",
+    ), scale="(1 + holder.best.epoch + 0.1 * len(holder.best.seen))", shown="holder.best.seen, Best.made"),
+    "object that comes to be behind an inner loop": Case(inline(
+        pre=BEST, behind="holder.best = Best(epoch) if holder.best is None or loss < 1 else holder.best",
+    ), scale="(1 if holder.best is None else 2 + holder.best.epoch)", shown="holder.best.epoch, Best.made"),
+    "order of parameters by their identities": Case(inline(
+        pre="marks = {id(p): k for k, p in enumerate(model.parameters())}",
+        body="for p in model.parameters(): p.grad = None\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + marks[id(model[0].bias)])",
+    ), kills=("2,3",)),
+    "counts by identities": Case(inline(
+        pre="torch.set_num_threads(2)\nmarks = {id(p): 1 for p in model.parameters()}",
+        body="marks[id(model[0].bias)] = marks.get(id(model[0].bias), 5) + 1\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 / marks[id(model[0].bias)]",
+    ), expected="holds the identity of 'model.", kills=("2,3",)),
+    "identity that lives on": Case(inline(
+        pre="torch.set_num_threads(2)\nlast = 0",
+        body="optimizer.param_groups[0]['lr'] = 0.1 if last in (0, id(model[0].bias)) else 0.2\nlast = id(model[0].bias)",
+    ), expected="holds the identity of 'model.", kills=("2,3",)),
     "inline": Case(inline(behind="print(epoch, loss.item())"), shown="epoch, i, loss.item()"),
     "inline, in a function": Case("""
 def main():
@@ -157,6 +190,43 @@ for i, (x, y) in enumerate(loader):
     {step}
     die(0, i)
 """, at="0, i", kills=("0,4", "0,6", "end"), shown="i, loss.item()"),
+    "only torch is seeded": Case("""
+for i, (x, y) in enumerate(loader):
+    {step}
+    die(0, i)
+""", at="0, i", kills=("0,4",), seeded=False),
+    "only torch is seeded, and steps draw from the others": Case("""
+for i, (x, y) in enumerate(loader):
+    {step}
+    np.random.rand(), random.random()
+    die(0, i)
+""", at="0, i", kills=("0,4",), seeded=False),
+    "order in the head that nobody seeded": Case("""
+np.random.seed()
+seen = []
+for i, k in enumerate(np.random.permutation(28).tolist()):
+    x, y = dataset.tensors[0][:4], dataset.tensors[1][:4]
+    {step}
+    seen.append(k)
+    die(0, i)
+""", expected="(numpy) are others", at="0, i", kills=("0,4",), seeded=False, shown="sorted(seen)"),
+    "order of items of its own that nobody seeded": Case("""
+class Order:
+    def __iter__(self): return iter(random.sample(range(28), 28))
+order = Order()
+seen = []
+for i, k in enumerate(order):
+    x, y = dataset.tensors[0][:4], dataset.tensors[1][:4]
+    {step}
+    seen.append(k)
+    die(0, i)
+""", expected="(python) are others", at="0, i", kills=("0,4",), seeded=False, shown="sorted(seen)"),
+    "order drawn before the loop that nobody seeded": Case("""
+random.sample(range(28), 28)
+for i, (x, y) in enumerate(loader):
+    {step}
+    die(0, i)
+""", expected="(python) are others", at="0, i", kills=("0,4",), seeded=False),
     "batches without a number": Case("""
 seen = 0
 for epoch in range(3):

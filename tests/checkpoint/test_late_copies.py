@@ -254,6 +254,30 @@ def test_a_step_of_another_thread_during_the_call_gives_it_up(
     assert checkpointer.save(NUM_PROOFS + 2).wait("captured", 60)
 
 
+def test_a_save_of_another_thread_waits_for_the_one_before(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee = Trainee()
+    checkpointer = trusted(make, trainee)
+    expected = trainee.fingerprint()
+    handles: list[Any] = []
+    other = threading.Thread(target=lambda: handles.append(checkpointer.save(NUM_PROOFS + 2)))
+    gather = checkpointer._run.state.gather
+
+    def in_the_middle() -> Any:
+        monkeypatch.setattr(checkpointer._run.state, "gather", gather)
+        other.start()
+        other.join(1.0)  # it is given the time to be wrong
+        assert not handles
+        return gather()
+
+    monkeypatch.setattr(checkpointer._run.state, "gather", in_the_middle)
+    handles.append(checkpointer.save(NUM_PROOFS + 1))
+    other.join(60)
+    for handle in handles:
+        assert handle.wait("captured", 60)
+        checkpointer.restore(handle.version)
+        assert trainee.fingerprint() == expected
+
+
 def test_a_save_in_the_middle_of_a_save_is_given_up_by_name(
     make: Make,
     monkeypatch: pytest.MonkeyPatch,

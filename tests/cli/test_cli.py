@@ -17,7 +17,7 @@ from holdfast.base.config import CONFIG_FILE_VARIABLE, DISABLE_VARIABLE, ENVIRON
 from holdfast.base.errors import UsageError
 from holdfast.cli import subcommands
 from holdfast.cli.cli import app
-from holdfast.elastic.launch import run_command
+from holdfast.elastic.launch import run_flags
 
 FROZEN = Path(__file__).parent / "frozen_options.txt"
 
@@ -43,7 +43,7 @@ def options() -> list[str]:
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         for parameter in command.params:
             lines.append(f"command {name} {' '.join(parameter.opts)}")
-    own = set(run_command.build_parser()._option_string_actions) - set(get_args_parser()._option_string_actions)
+    own = set(run_flags.build_parser()._option_string_actions) - set(get_args_parser()._option_string_actions)
     lines += [f"command run {flag}" for flag in own]
     return sorted(lines)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from holdfast.base.errors import DeviceError, UsageError
-from holdfast.elastic.launch import device_questions, run_command
+from holdfast.elastic.launch import device_questions, run_command, run_flags
 from holdfast.elastic.launch.device_questions import asked_in_a_child
 
 
@@ -36,7 +36,7 @@ def test_the_launcher_counts_devices_without_asking_their_driver_itself(
 
     monkeypatch.setattr(torch.cuda, "is_available", note)
     monkeypatch.setattr(torch.cuda, "device_count", count)
-    args = run_command.build_parser().parse_args(["--standalone", "--nproc-per-node=gpu", "script.py"])
+    args = run_flags.build_parser().parse_args(["--standalone", "--nproc-per-node=gpu", "script.py"])
 
     assert run_command._launch_config(args)[0].nproc_per_node == 3
 
@@ -64,7 +64,7 @@ def test_a_driver_that_hangs_is_an_error_and_its_child_is_ended(
     pid_file = tmp_path / "pid"
     monkeypatch.setattr(device_questions, "ANSWER_S", 0.5)
     monkeypatch.setattr(torch.cuda, "is_available", functools.partial(_hangs, pid_file))
-    args = run_command.build_parser().parse_args(["--standalone", "--nproc-per-node=2", "script.py"])
+    args = run_flags.build_parser().parse_args(["--standalone", "--nproc-per-node=2", "script.py"])
     with pytest.raises(DeviceError, match=r"is_available\(\) gave no answer"):
         run_command._launch_config(args)
     pid = int(pid_file.read_text())
@@ -104,7 +104,7 @@ def test_no_process_at_all_is_an_error_of_usage(monkeypatch: pytest.MonkeyPatch)
     """Where a driver says that there are devices and fails to count them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", functools.partial(os._exit, 1))
-    args = run_command.build_parser().parse_args(["--standalone", "--nproc-per-node=gpu", "script.py"])
+    args = run_flags.build_parser().parse_args(["--standalone", "--nproc-per-node=gpu", "script.py"])
     with pytest.raises(UsageError, match="--nproc-per-node=gpu gives 0 processes"):
         run_command._launch_config(args)
 

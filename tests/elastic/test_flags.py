@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import forked
-from holdfast.elastic.launch import run_command
+from holdfast.elastic.launch import run_flags
 
 WORKER = Path(__file__).with_name("seen_worker.py")
 TORCHRUN, OURS = "torch.distributed.run", "holdfast.elastic.launch.run_command"
@@ -132,8 +132,8 @@ def test_jobs_that_were_given_no_id_have_different_ones(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "environ", {**os.environ})
     told = []
     for words in ([], [], ["--standalone"], ["--rdzv-id=mine"]):
-        args = run_command.build_parser().parse_args([*words, "script.py"])
-        run_command.prepare(args)
+        args = run_flags.build_parser().parse_args([*words, "script.py"])
+        run_flags.prepare(args)
         told.append(args.rdzv_id)
     assert len(set(told)) == 4
     assert told[-1] == "mine"

@@ -14,7 +14,7 @@ import pytest
 import forked
 from holdfast.base.config import ALIASES, aliases
 from holdfast.base.errors import UsageError
-from holdfast.elastic.launch import compile_cache, run_command
+from holdfast.elastic.launch import compile_cache, run_flags
 from holdfast.elastic.launch.compile_cache import MAX_ARCHIVES, CompileCache, make_cache, pack, unpack
 from holdfast.elastic.launch.foreign_launcher_env import read
 from holdfast.tiers.backends.local import LocalBackend
@@ -28,7 +28,7 @@ WORKER = {
 
 def test_a_worker_of_a_start_script_becomes_a_node_with_one_rank() -> None:
     found = read(aliases(environ={**WORKER, "OTHER": "x", "MS_COMPILER_CACHE_PATH": ""}))
-    parser = run_command.build_parser()
+    parser = run_flags.build_parser()
     parser.set_defaults(**found.defaults)
     args = parser.parse_args(["train.py"])
     assert (args.nnodes, args.nproc_per_node, args.rdzv_backend) == ("8", "1", "c10d")
@@ -253,7 +253,7 @@ while not list(pathlib.Path({kept!r}).glob("*/*.cache")):
 """
 AT_ONCE = """
 import sys
-from holdfast.elastic.launch import compile_cache, run_command
+from holdfast.elastic.launch import compile_cache, run_command, run_flags
 compile_cache.CompileCache.start.__kwdefaults__["first_s"] = 0.05
 sys.exit(run_command.main({flags!r}))
 """

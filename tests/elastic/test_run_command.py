@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from holdfast.base.config import Config, load
 from holdfast.base.errors import ConfigError
-from holdfast.elastic.launch import run_command
+from holdfast.elastic.launch import run_command, run_flags
 from holdfast.elastic.launch.keeper_hints import KeeperHints
 from launch_kit import Job, kill_tree, wait_for
 
@@ -219,25 +219,25 @@ def test_every_flag_of_torchrun_is_taken() -> None:
     def flags(parser: object) -> set[str]:
         return set(parser._option_string_actions)  # type: ignore[attr-defined]
 
-    assert flags(get_args_parser()) <= flags(run_command.build_parser())
+    assert flags(get_args_parser()) <= flags(run_flags.build_parser())
     script = ["--nproc-per-node", "2", "train.py", "--every", "its own"]
-    assert run_command.build_parser().parse_args(script).training_script_args == ["--every", "its own"]
+    assert run_flags.build_parser().parse_args(script).training_script_args == ["--every", "its own"]
 
 
 def test_our_flags_are_passed_on_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOLDFAST_EVERY", "HOLDFAST_NODE_LABEL", "HOLDFAST_RUN_ID"):
         monkeypatch.setenv(name, "replaced")
         monkeypatch.delenv(name)
-    args = run_command.build_parser().parse_args(
+    args = run_flags.build_parser().parse_args(
         ["--every", "5", "--node-label", "n7", "--rdzv-id", "job/42", "train.py"]
     )
-    settings = run_command.pass_on_settings(args)
+    settings = run_flags.pass_on_settings(args)
     assert (settings.every, settings.node_label, settings.run_id) == ("5", "n7", "job-42")
     assert os.environ["HOLDFAST_EVERY"] == "5"
 
 
 def test_an_agent_goes_by_the_flags_and_settings_of_its_launcher() -> None:
-    args = run_command.build_parser().parse_args(["--guard-time", "7", "--max-restarts", "5", "train.py"])
+    args = run_flags.build_parser().parse_args(["--guard-time", "7", "--max-restarts", "5", "train.py"])
     config, early = run_command._launch_config(args)[0], KeeperHints()
     rules = run_command._rules(args, Config(node_label="n7", close_timeout_s=77.0), config, early)
     assert (rules.guard_s, rules.limits.failures, rules.name, rules.grace_s) == (7.0, 5, "n7", 77.0)
@@ -255,7 +255,7 @@ def test_flags_without_a_variable_reach_the_workers_beside_the_users_settings(
     monkeypatch.setenv("HOLDFAST_CONFIG", str(mine))
     with secret.open() as opened:
         flags = ["--listen", "127.0.0.1", "--secret-file", f"fd:{opened.fileno()}", "--rack-label", "r1", "train.py"]
-        run_command.pass_on_settings(run_command.build_parser().parse_args(flags))
+        run_flags.pass_on_settings(run_flags.build_parser().parse_args(flags))
     ask = (
         "from holdfast.base.config import load; from holdfast.keeper.rpc.spawn import network_of; c = load(); "
         "n = network_of(c); print(c.keep_last, c.rack_label, n.listen, n.secret.hex() == 'ab' * 32)"
@@ -291,7 +291,7 @@ def test_a_cadence_is_given_or_found_and_the_stronger_word_counts(
     monkeypatch.setenv("HOLDFAST_EVERY", variable)
     if not variable:
         monkeypatch.delenv("HOLDFAST_EVERY")
-    settings = run_command.pass_on_settings(run_command.build_parser().parse_args([*flags, "t.py"]))
+    settings = run_flags.pass_on_settings(run_flags.build_parser().parse_args([*flags, "t.py"]))
     assert (settings.overhead, settings.every) == found
     assert load() == settings, "the workers read the same"
     handed = os.environ["HOLDFAST_CONFIG"]
@@ -308,12 +308,10 @@ def test_a_share_is_a_share() -> None:
 
 def test_a_run_id_from_outside_wins_over_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_RUN_ID", "mine")
-    assert (
-        run_command.pass_on_settings(run_command.build_parser().parse_args(["--rdzv-id", "x", "t.py"])).run_id == "mine"
-    )
+    assert run_flags.pass_on_settings(run_flags.build_parser().parse_args(["--rdzv-id", "x", "t.py"])).run_id == "mine"
     monkeypatch.setenv("HOLDFAST_RUN_ID", "not / plain")
     with pytest.raises(ConfigError):
-        run_command.pass_on_settings(run_command.build_parser().parse_args(["t.py"]))
+        run_flags.pass_on_settings(run_flags.build_parser().parse_args(["t.py"]))
 
 
 @pytest.mark.parametrize(
@@ -327,8 +325,8 @@ def test_a_run_id_from_outside_wins_over_the_rendezvous(monkeypatch: pytest.Monk
 )  # fmt: skip
 def test_small_jobs_miss_a_dead_node_sooner(flags: list[str], conf: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    args = run_command.build_parser().parse_args([*flags, "train.py"])
-    run_command.prepare(args)
+    args = run_flags.build_parser().parse_args([*flags, "train.py"])
+    run_flags.prepare(args)
     assert args.rdzv_conf == conf
 
 
@@ -340,8 +338,8 @@ def test_a_job_of_one_node_meets_in_no_store_that_others_reach(monkeypatch: pyte
         return {each.fd for each in found if each.status == psutil.CONN_LISTEN}
 
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    args = run_command.build_parser().parse_args(["--nproc-per-node=1", "script.py"])
-    run_command.prepare(args)
+    args = run_flags.build_parser().parse_args(["--nproc-per-node=1", "script.py"])
+    run_flags.prepare(args)
     config, entrypoint, arguments = run_command._launch_config(args)
     before = listening()
     handler = run_command._worker_spec(config, entrypoint, arguments, can_move=True).rdzv_handler
@@ -357,7 +355,7 @@ def test_a_job_of_one_node_meets_in_no_store_that_others_reach(monkeypatch: pyte
 
 def test_a_number_of_failures_that_somebody_gave_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def limits(*flags: str) -> tuple[int, bool]:
-        found = run_command._limits(run_command.build_parser().parse_args([*flags, "t.py"]))
+        found = run_flags.limits_of(run_flags.build_parser().parse_args([*flags, "t.py"]))
         return found.failures, found.renewed
 
     assert limits() == (3, True)

@@ -150,6 +150,7 @@ class Checkpointer:
         self._run: Run | None = None
         self._closed = False
         self._saving = 0  # the thread that saves now
+        self._saves = threading.RLock()  # another thread's save waits for it; a signal's handler may save within one
         self._began: dict[str, Keys] = {}  # of dicts, at the first restore
         self._overwritten: set[str] = set()  # by a restore that was not finished
         self._early: Sequence[object] = ()
@@ -294,7 +295,8 @@ class Checkpointer:
             self._missed(missed)
         handle = None
         if due.save:
-            handle = self._save(run, step, Level.DURABLE if due.durable else Level.CAPTURED)
+            with self._saves:
+                handle = self._save(run, step, Level.DURABLE if due.durable else Level.CAPTURED)
         if due.stop and handle is not None:
             self._stop(handle)
         return handle
@@ -331,16 +333,17 @@ class Checkpointer:
         run = self._running()
         run.state.carried.require(step)
         wanted = Level.DURABLE if also_to else as_level(level)
-        if run.last is not None and step < run.last.version.step:
-            raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
-        if run.last is not None and step == run.last.version.step and run.saver.fence.num_steps != run.saved_steps:
-            raise UsageError(
-                f"step {step} is saved already, and an optimizer made a step since",
-                remedy="number saves by a count that grows with every optimizer step, not by epochs",
-            )
-        run.at(step)
-        with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
-            return self._save(run, step, wanted, also_to)
+        with self._saves:
+            if run.last is not None and step < run.last.version.step:
+                raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
+            if run.last is not None and step == run.last.version.step and run.saver.fence.num_steps != run.saved_steps:
+                raise UsageError(
+                    f"step {step} is saved already, and an optimizer made a step since",
+                    remedy="number saves by a count that grows with every optimizer step, not by epochs",
+                )
+            run.at(step)
+            with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
+                return self._save(run, step, wanted, also_to)
 
     @heartbeat.phase(Phase.SAVING)
     def flush(self, timeout_s: float | None = None) -> None:

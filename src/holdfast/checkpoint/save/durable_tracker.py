@@ -163,7 +163,7 @@ class DurableTracker:
             self._thread.join(join_s)
 
     def _wait_for_places(self, timeout_s: float) -> None:
-        """Whoever closes in the callback waits for nothing: it runs in the thread that looks."""
+        """Waits for the further places; not in a callback, which runs in the thread that this would wait for."""
         if self._thread is None or self._thread is threading.current_thread():
             return
         deadline, said = time.monotonic() + timeout_s, time.monotonic()

@@ -1,7 +1,7 @@
 """`holdfast run`: torchrun's engine that replaces only what failed, with a keeper beside it and an orderly end.
 
-Takes every flag of torchrun with torchrun's meaning, plus the group "holdfast" (see `build_parser`). Called as
-`python -m holdfast.elastic.launch.run_command`, by the command and by tests; nothing imports it. What it changes, and why:
+Takes every flag of torchrun with torchrun's meaning, plus the group "holdfast" (see `elastic.launch.run_flags`). Called as
+`python -m holdfast.elastic.launch.run_command`. What it changes, and why:
 
 - **Only the failed process is replaced** (`elastic.launch.agent`): workers are forked from a process that has torch imported
   (`elastic.processes.forkserver`), the others leave their broken groups and run the script again where they are (`elastic.worker.worker_main`).
@@ -12,7 +12,7 @@ Takes every flag of torchrun with torchrun's meaning, plus the group "holdfast" 
   SIGKILL succeed). Here the leading agent opens a new one on a new port each time.
 - **Restarts by default** (`--max-restarts`, 3 instead of 0): how many failures are mended. If nobody gives a number,
   ten minutes of health give all of them back.
-- **A node that died is missed within seconds.** torchrun gives up a silent node after 15 s; see `KEEP_ALIVE`. For a
+- **A node that died is missed within seconds.** torchrun gives up a silent node after 15 s; see `run_flags.KEEP_ALIVE`. For a
   replacement in under 4 s on one machine: `--rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=2`, a store that
   outlives every launcher (`is_host=0` and a `TCPStore` of the caller's own), and `--local-addr 127.0.0.<k>` with a k of
   its own for each simulated node: agents are ranked by address, then by process id, so only a replacement under the
@@ -31,11 +31,9 @@ import dataclasses
 import functools
 import logging
 import os
-import re
 import resource
 import signal
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -50,29 +48,27 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import config_from_args, get_args_parser
 from torch.distributed.run import run as torchrun
 
-from holdfast.base.config import DISABLE_VARIABLE, ENVIRONMENT, Config, disabled, hand_on, is_relative, load
+from holdfast.base.config import DISABLE_VARIABLE, Config, disabled
 from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.process_label import label_process
 from holdfast.base.program import command
 from holdfast.base.standard_streams import open_standard_files
 from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
-from holdfast.core.elastic.escalation import Limits
-from holdfast.core.elastic.node_lease import GUARD_S
-from holdfast.core.elastic.watch_mode import CAREFUL, MODES
 from holdfast.core.model import Version
-from holdfast.core.scheduling.cadence import Cadence
 from holdfast.elastic.launch import foreign_launcher_env
 from holdfast.elastic.launch.agent import Agent
-from holdfast.elastic.launch.agent_options import EXIT_GRACE_S, Program, Rules
+from holdfast.elastic.launch.agent_options import Program, Rules
 from holdfast.elastic.launch.compile_cache import CompileCache, make_cache
 from holdfast.elastic.launch.device_questions import asked_in_a_child
+from holdfast.elastic.launch.foreign_launcher_env import Aliases
 from holdfast.elastic.launch.keeper_hints import KeeperHints
 from holdfast.elastic.launch.rendezvous.standby_store import any_calls
 from holdfast.elastic.launch.rendezvous.store_failover import SILENT_S, MovingRendezvous, fall_silent
+from holdfast.elastic.launch.run_flags import ALONE, build_parser, is_given, limits_of, pass_on_settings, prepare
 from holdfast.elastic.processes import forkserver
 from holdfast.elastic.processes.exit_guard import ExitGuard
 from holdfast.elastic.processes.process_supply import ProcessSupply
@@ -80,123 +76,36 @@ from holdfast.elastic.watchdog.watchdog import directory_of, make_watch
 from holdfast.elastic.worker import main_module, worker_main
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.run_leftovers import Look
-from holdfast.keeper.rpc.paths import absolute_root
 from holdfast.keeper.rpc.spawn import ensure_keeper
 
 logger = logging.getLogger(__name__)
 
 
-class _DefaultNumber(int):
-    """A number that nobody gave, though somebody may give the same one."""
-
-
-DEFAULT_MAX_RESTARTS = _DefaultNumber(3)
-# A node that sent no keep-alive for interval x attempts seconds is dead, and only then may another take its place.
-# torchrun's 5 x 3 is meant for thousands of nodes that compare-and-set one key; small jobs can ask more often. kill -9
-# of one of two nodes to the first steps with its replacement, 2 + 2 ranks on 2 cores, 2.7 s of it imports: 3.8 s with
-# two attempts, 5.8 s with three, 8.2 s with five (torch 2.13). A node that is only slow and counted as dead goes on
-# undisturbed until the next restart, at which it joins again.
-KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
-KEEP_ALIVE_MAX_NODES = 32
-# Where a job of one node meets, as torchrun spells it; no other launcher could know the port.
-ALONE = "localhost:0"
 MAX_DESCRIPTORS = 1 << 16
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torch's own default
 # Behind the arguments of a launcher, and followed by a descriptor: be a fork server for it. No flag for people.
 AS_FORKSERVER = "--as-forkserver-of-a-launcher"
 
-# Flag of ours -> field of the settings, passed on to the trainers through its environment variable.
-PASSED_ON = {
-    "--every": ("every", "captured cadence: steps (10), seconds (30s) or both (10,30s)"),
-    "--overhead": (
-        "overhead",
-        "share of a step that captures may cost (0.5%%): saves as often as it allows; --every overrides",
-    ),
-    "--durable-every": ("durable_every", "durable cadence, same form"),
-    "--memory-budget": ("memory_budget", "bytes that the keepers of this machine may use (4GiB)"),
-    "--node-label": ("node_label", "failure domain of these workers; default: the host name"),
-    "--run-id": ("run_id", "tells jobs on one path apart; default: --rdzv-id if given, else 'default'"),
-    "--runtime-dir": ("runtime_dir", "where sockets and logs of keepers live"),
-    "--listen": ("listen", "address of this machine for the keepers of other machines; needs --secret-file"),
-    "--secret-file": ("secret_file", "the job's secret, the same on all machines: openssl rand -hex 32, mode 0600"),
-    "--replicate-bandwidth": ("replicate_bandwidth", "bytes per second sent as replicas (500MB); default: no bound"),
-    "--rack-label": ("rack_label", "where this node stands; replicas go to another rack"),
-    "--backup-node": ("backup_node", "label of the node that keeps this one's replicas; default: holdfast chooses"),
-    "--metrics-port": (
-        "metrics_port",
-        "port on loopback where the keeper serves metrics for Prometheus; default: none",
-    ),
-    "--trace": ("trace_dir", "write what ranks and keepers do into this directory, for `holdfast trace`"),
-}
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """A job as its command line describes it.
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of torchrun with our defaults and our group of flags."""
-    parser = get_args_parser()
-    parser.prog = "holdfast run"
-    parser.description = "torchrun with a keeper beside it: every flag of torchrun, and the group 'holdfast'."
-    if "PET_MAX_RESTARTS" not in os.environ:
-        parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
-    group = parser.add_argument_group("holdfast")
-    group.add_argument(
-        "--checkpoint-dir", metavar="ROOT", help="start this node's keeper for ROOT before the workers start"
-    )
-    group.add_argument(
-        "--spares", type=int, default=1, metavar="N", help="processes of this node that wait to replace a failed one"
-    )
-    group.add_argument(
-        "--watchdog",
-        choices=(*MODES, "off"),
-        default=CAREFUL.name,
-        help="find workers that hang; careful (default): after minutes, and only on proof; quick: after seconds, for scripts "
-        "whose ranks never pause; off: only those that end",
-    )
-    group.add_argument(
-        "--guard-time",
-        type=float,
-        default=GUARD_S,
-        metavar="SECONDS",
-        help="how long a launcher waits for a silent one of the same --node-label before it takes its place",
-    )
-    group.add_argument(
-        "--exit-grace",
-        type=float,
-        default=EXIT_GRACE_S,
-        metavar="SECONDS",
-        help="how long a worker may run exit handlers and threads after an error of its own; the others wait (%(default).0f)",
-    )
-    group.add_argument(
-        "--compile-cache",
-        metavar="URL|off",
-        help="bring compiled code from there, and keep it there for the next start",
-    )
-    for flag, (field, text) in PASSED_ON.items():
-        group.add_argument(flag, dest=f"holdfast_{field}", metavar=field.upper(), help=text)
-    group.add_argument(
-        "--require-memory",
-        action="store_true",
-        help="refuse to start where there is no memory or no keeper for the level in memory; default: save to storage alone",
-    )
-    group.add_argument(
-        "--expect-checkpoint",
-        action="store_true",
-        help="there is something to go on from: an empty checkpoint path is an error, not a start from nothing",
-    )
-    group.add_argument(
-        "--from-version",
-        metavar="VERSION",
-        help="come back to this version at the start instead of the newest; what is newer is left behind. Once: the same "
-        "command, started again, goes on from the newest, until there was a start without this flag",
-    )
-    return parser
+    Attributes:
+        entrypoint: what torch starts, with `arguments`.
+        program: the same, if it is a Python script or module of this interpreter.
+        cache: of compiled code; None without one.
+        found: what the environment says of the launcher that this one takes the place of.
+    """
 
-
-def checkpoint_dir(argv: Sequence[str] | None = None) -> str:
-    """Return what `--checkpoint-dir` says; empty where nothing can be read, which `main` then tells."""
-    try:
-        return absolute_root(str(build_parser().parse_known_args(argv)[0].checkpoint_dir or ""))
-    except SystemExit:
-        return ""
+    args: argparse.Namespace
+    settings: Config
+    config: LaunchConfig
+    entrypoint: Any
+    arguments: list[str]
+    program: Program | None
+    cache: CompileCache | None
+    found: Aliases
 
 
 def main(
@@ -227,45 +136,54 @@ def main(
             sys.stderr.write(f"holdfast run: {note}\n")
         if found.scheduler:
             return foreign_launcher_env.keep_store(found)
-        parser = build_parser()
-        parser.set_defaults(**found.defaults)
-        args = parser.parse_args(argv)
-        settings = pass_on_settings(args)
-        prepare(args)
-        config, entrypoint, entrypoint_args = _launch_config(args)
-        program = _program(args, config)
-        _check_version(args.from_version, program)
-        cache = _cache(args.compile_cache, settings)
+        job = _read_job(argv, found)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast run: {error}\n")
         return 2
-    if cache is not None:
-        cache.fetch()
+    if job.cache is not None:
+        job.cache.fetch()
     label_process("hf-agent")
     # Before any thread exists; workers come out here with their exit code.
     forked = forkserver.ForkServer.start(work)
     _raise_descriptor_limit()  # of this process alone: workers have what the user gave them
-    supply = ProcessSupply(forked, _another_forkserver(given))
+    return _run_job(job, ProcessSupply(forked, _another_forkserver(given)))
+
+
+def _read_job(argv: Sequence[str] | None, found: Aliases) -> _Job:
+    parser = build_parser()
+    parser.set_defaults(**found.defaults)
+    args = parser.parse_args(argv)
+    settings = pass_on_settings(args)
+    prepare(args)
+    config, entrypoint, arguments = _launch_config(args)
+    program = _program(args, config)
+    _check_version(args.from_version, program)
+    cache = _cache(args.compile_cache, settings)
+    return _Job(args, settings, config, entrypoint, arguments, program, cache, found)
+
+
+def _run_job(job: _Job, supply: ProcessSupply) -> int:
+    args, settings, cache = job.args, job.settings, job.cache
     if cache is not None:
         cache.start()
     early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else KeeperHints()
-    spec = _worker_spec(config, entrypoint, entrypoint_args, can_move=program is not None)
+    spec = _worker_spec(job.config, job.entrypoint, job.arguments, can_move=job.program is not None)
     watch = make_watch(settings, args)
     agent = Agent(
         spec,
-        config,
+        job.config,
         supply=supply,
-        program=program,
+        program=job.program,
         num_spares=args.spares,
         watch=watch,
-        rules=_rules(args, settings, config, early),
+        rules=_rules(args, settings, job.config, early),
     )
     code = 1
-    guard = ExitGuard(agent, _signals(config), grace_s=agent.grace_s, also_ends=lambda: [supply.forkserver.pid])
+    guard = ExitGuard(agent, _signals(job.config), grace_s=agent.grace_s, also_ends=lambda: [supply.forkserver.pid])
     try:
-        code = guard.code = launch(agent, spec, config)
+        code = guard.code = launch(agent, spec, job.config)
         if code == 0:
-            foreign_launcher_env.tell_done(found)
+            foreign_launcher_env.tell_done(job.found)
         return code
     finally:
         supply.close()
@@ -342,88 +260,16 @@ def _check_version(text: str | None, program: Program | None) -> None:
 
 def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, early: KeeperHints) -> Rules:
     # torchrun's 30 s would cut off a last save to slow storage.
-    given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
+    given = getattr(config, "shutdown_timeout", None) if is_given(args, "shutdown_timeout") else None
     return Rules(
         grace_s=settings.close_timeout_s if given is None else given,
-        limits=_limits(args),
+        limits=limits_of(args),
         name=settings.node_label,
         guard_s=args.guard_time,
         early=early,
         version=args.from_version or NO_WISH,
         exit_grace_s=args.exit_grace,
     )
-
-
-def _limits(args: argparse.Namespace) -> Limits:
-    """A number that somebody gave bounds the whole job; ours is given back by health."""
-    return Limits(failures=args.max_restarts, renewed=isinstance(args.max_restarts, _DefaultNumber))
-
-
-def pass_on_settings(args: argparse.Namespace) -> Config:
-    """Writes our flags into the environment that the workers inherit; returns the settings that result.
-
-    Raises:
-        UsageError: a flag, variable or settings file with a wrong value.
-    """
-    variables = {field: variable for variable, field in ENVIRONMENT.items()}
-    handed: dict[str, str] = {}
-    for field, _ in PASSED_ON.values():
-        value = getattr(args, f"holdfast_{field}")
-        if field == "overhead" and value is not None and args.holdfast_every is None:
-            os.environ.pop(variables["every"], None)  # a flag is stronger than what the environment says of the same
-        if value is not None and field in variables:
-            os.environ[variables[field]] = value
-        elif value is not None:
-            handed[field] = value
-    for field, wanted in (("require_memory", args.require_memory), ("expect_checkpoint", args.expect_checkpoint)):
-        if wanted:
-            handed[field] = "true"
-    if handed or is_relative():  # workers may go to another directory before they read it
-        os.environ.update([hand_on(handed)])
-    if variables["run_id"] not in os.environ and args.rdzv_id not in ("", "none"):
-        # A restarted job must find its keeper: the id is the user's own, never the random one of --standalone.
-        os.environ[variables["run_id"]] = re.sub(r"[^A-Za-z0-9._-]", "-", args.rdzv_id)[:128]
-    settings = load()
-    if variables["runtime_dir"] in os.environ:
-        os.environ[variables["runtime_dir"]] = settings.runtime_dir
-    for text in (settings.every, settings.durable_every):
-        _check_cadence(text)
-    return settings
-
-
-def _check_cadence(text: str) -> None:
-    """A wrong cadence is told here once, not by every rank after its start."""
-    try:
-        Cadence.parse(text)
-    except ValueError as error:
-        raise UsageError(str(error), remedy="give steps (10), seconds (30s) or both (10,30s)") from error
-
-
-def prepare(args: argparse.Namespace) -> None:
-    """The environment and the rendezvous that restarts need; what the user set explicitly stays."""
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    _, max_nodes = _num_nodes(args.nnodes)
-    single = max_nodes == 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
-    if args.standalone or single:
-        # As torchrun does: scripts name files by the id, and another job must not meet them. Ours is `--run-id`.
-        args.rdzv_backend, args.rdzv_endpoint = "c10d", ALONE
-        args.rdzv_id = args.rdzv_id if args.rdzv_id not in ("", "none") else str(uuid.uuid4())
-    elif args.rdzv_backend == "static" and args.max_restarts > 0 and max_nodes > 1:
-        logger.warning("the static rendezvous cannot bring a node back; use --rdzv-backend=c10d")
-    if args.rdzv_backend == "c10d" and max_nodes <= KEEP_ALIVE_MAX_NODES:
-        given = [part for part in args.rdzv_conf.split(",") if part]
-        known = {part.split("=")[0].strip() for part in given}
-        args.rdzv_conf = ",".join([*given, *(f"{k}={v}" for k, v in KEEP_ALIVE.items() if k not in known)])
-    if args.master_port is None:
-        args.master_port = 29500  # torchrun's own; only the static rendezvous uses it
-
-
-def _num_nodes(text: str) -> tuple[int, int]:
-    try:
-        fewest, most = parse_min_max_nnodes(text)
-        return int(fewest), int(most)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"--nnodes={text} is not MIN:MAX", remedy="give a number or MIN:MAX") from error
 
 
 def _launch_config(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
@@ -438,10 +284,6 @@ def _launch_config(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[st
             f"--nproc-per-node={given} gives {config.nproc_per_node} processes", remedy="give a number of at least 1"
         )
     return config, entrypoint, arguments
-
-
-def _is_given(args: argparse.Namespace, name: str) -> bool:
-    return getattr(args, name, None) is not None or f"TORCH_ELASTIC_{name.upper()}" in os.environ
 
 
 def _signal_names(config: LaunchConfig) -> list[str]:

@@ -90,7 +90,7 @@ class PeerRequests:
             raise KeeperError(f"this keeper serves job {assembly.job_id}, the other one job {hello.job_id[:64]}")
 
     def _require_present(self, hello: Hello) -> None:
-        """Whoever belongs to an incarnation that is over has no say, however late its bytes arrive (S7)."""
+        """Refuses ranks of an incarnation that is over, however late their bytes arrive (S7)."""
         self._require_same_job(hello)
         if hello.incarnation < self._state.incarnation:
             raise Fenced(f"incarnation {hello.incarnation} is over; {self._state.incarnation} has begun")

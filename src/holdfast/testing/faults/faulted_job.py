@@ -370,7 +370,7 @@ class Job:
         life.faults += self._from_the_past(trainers)
 
     def _from_the_past(self, trainers: list[Trainer]) -> list[Violation]:
-        """Whoever speaks for the first incarnation is fenced: a launcher, a trainer, a keeper (S7)."""
+        """Checks that whoever speaks for the first incarnation is fenced: a launcher, a trainer, a keeper (S7)."""
         past, place = self._past, self.rig.keeper(0)
         found = []
         if past is None:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from holdfast.adapters import singletons
 from holdfast.adapters.zero.launcher import ScriptLauncher
 from holdfast.base.events import Events
-from holdfast.elastic.launch import run_command
+from holdfast.elastic.launch import run_command, run_flags
 from holdfast.elastic.worker.worker_main import run_script
 from holdfast.testing.prove.step_watch import WatchedScript
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the job; returns the exit code."""
-    root = run_command.checkpoint_dir(argv)
+    root = run_flags.checkpoint_dir(argv)
     events = Events()
     script = ScriptLauncher(root, events) if root else run_script
     return run_command.main(argv, script=WatchedScript(script, events), looks=[singletons.left])

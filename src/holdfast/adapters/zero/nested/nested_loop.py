@@ -33,7 +33,9 @@ from holdfast.adapters.zero.nested.nested_state import (
     NestedState,
     differing,
     drawn,
+    generators,
     given,
+    noted,
     packed_randomness,
     put_randomness,
     put_settings,
@@ -64,12 +66,21 @@ class KeptLoops:
         root: directory or URL of the checkpoints.
         events: told `script_kept` and `script_refused`, with the reason.
         files: watches which files the script opens.
+        modules: names of the script's own modules, if the loops stand in one of these.
 
     Attributes:
         back: whether values of a version are there to be taken.
     """
 
-    def __init__(self, nest: Nest, root: str, events: Events | None = None, files: FileWatch | None = None) -> None:
+    def __init__(
+        self,
+        nest: Nest,
+        root: str,
+        events: Events | None = None,
+        files: FileWatch | None = None,
+        modules: frozenset[str] = frozenset(),
+    ) -> None:
+        self._modules = modules
         self._nest, self._root, self._files = nest, root, files
         self._events = events or Events()
         self.back = False
@@ -80,6 +91,7 @@ class KeptLoops:
         self._stack: list[Entry] = []
         self._next: Entry | None = None
         self._told: set[int] = set()
+        self._generators = generators()
 
     def leave(self) -> None:
         """The script leaves a loop in good order, by `break` or `return`."""
@@ -136,6 +148,8 @@ class KeptLoops:
             say(str(error.what))
             self._events.emit("script_refused", reason=str(error.what))
             return None
+        if self._modules and group.rank == 0:
+            say(f"the loop that trains stands in {frame.f_code.co_filename}, of which all lines are that are named")
         found: Kept | str
         entry = None
         looker = None
@@ -152,6 +166,7 @@ class KeptLoops:
         assert looker is not None
         self._told.add(site.number)
         self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events)
+        self._run.generators = self._generators
         self._run.watch(self._files)
         return entry
 
@@ -166,14 +181,14 @@ class KeptLoops:
         found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user, by_hand=self._nest.by_hand)
         if isinstance(found, str):
             return found, None, None
-        looker = Looker(self._nest, found.things, frame)
+        looker = Looker(self._nest, found.things, frame, self._modules)
         entry = looker.enter((), site, frame)
         if entry.before.unsure:
             (path, kind), *_ = entry.before.unsure
             return f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next", None, None
         if entry.before.unknown and (reason := _why_not_rehearsed(found.objects)):
             return unknown(entry.changes, reason), None, None
-        entry.drawn = drawn()
+        entry.drawn, entry.generators = drawn(), generators()
         return found, looker, entry
 
     def _enter(self, site: Site, frame: FrameType) -> Entry | None:
@@ -284,6 +299,7 @@ class _Run:
     Attributes:
         count: steps that optimizers have made.
         by_hand: whether there is no optimizer: then each turn of the innermost loop is a step.
+        generators: tokens of the generators of random numbers as the script began.
         unsaved: number of the step that is done, and of which it is not known yet whether it may be saved; -1 if there is none.
     """
 
@@ -318,6 +334,7 @@ class _Run:
         self.by_hand = "optimizer" not in found.objects
         self._pending: dict[str, Any] | None = None
         self._number = self.unsaved = -1
+        self.generators: dict[str, str] = {}
         self._ended = self._taken_up = False
         self._cleared: dict[int, frozenset[int]] = {}
         models = self._objects["model"]
@@ -341,6 +358,7 @@ class _Run:
             adopt: called in the child that rehearses.
         """
         self._state.randomness = packed_randomness()
+        self._state.generators = noted(self.generators, self._outermost.generators, generators())
         reason = _why_not_rehearsed(self._objects)
         for check in self._checks:
             if reason:

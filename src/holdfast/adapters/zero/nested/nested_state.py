@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -47,6 +47,7 @@ class NestedState(Doubts):
         stepped: the parameters that the optimizers step.
         objects: all that is kept.
         randomness: that the outermost loop began with.
+        generators: name of a generator -> what is noted of it where the outermost loop began.
         rehearsed: whether the first steps are, or were, rehearsed.
         placing: the look whose values and owners take what a version carries; None: it is only noted.
     """
@@ -60,10 +61,12 @@ class NestedState(Doubts):
         self.objects: Sequence[Any] = ()
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
+        self.generators: dict[str, Generator] = {}
         self.rehearsed = False
         self._noted: dict[str, Any] = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
             "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {}, "data": {}, "who": self.who,
+            "generators": {},
         }  # fmt: skip
         self._data = outermost.changes.data(nest.used - set(outermost.site.lives), clock=nest.reads_clock, inside=True)
 
@@ -94,7 +97,7 @@ class NestedState(Doubts):
                 )
         changed = inner.changes.now()
         self.judge_files()
-        carried, lost = self.living(inner.site, names)
+        carried, lost = self.living(inner, names)
         gradients = living_gradients.packed(self.stepped, cleared)
         self.doubt(
             changed.reason
@@ -118,6 +121,7 @@ class NestedState(Doubts):
             "number": number,
             "entry": self._outermost.drawn,
             "randomness": self.randomness,
+            "generators": {name: list(each) for name, each in self.generators.items()},
             "data": self._data,
             "who": self.who,
         }
@@ -128,7 +132,7 @@ class NestedState(Doubts):
         *_, entry = entries
         changed = entry.changes.now()
         names = entry.names()
-        carried, lost = self.living(entry.site, names)
+        carried, lost = self.living(entry, names)
         entry.tensors = {
             name: carried_tensors.token(names[name]) for name in carried if name in names and not is_plain(names[name])
         }
@@ -140,8 +144,9 @@ class NestedState(Doubts):
             "targets": _targets(entry),
         }  # fmt: skip
 
-    def living(self, site: Site, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def living(self, entry: Entry, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Returns the names that live from turn to turn and can be carried, and those that may live and cannot be."""
+        site = entry.site
         carried: dict[str, Any] = {}
         lost: list[str] = []
         for name in site.lives:
@@ -162,6 +167,11 @@ class NestedState(Doubts):
             if is_plain(value) and has_set(value) and name not in self._nest.members:
                 self.doubt(
                     f"{name!r}, a set or with one in it, is carried from one turn to the next, and its order cannot be"
+                )
+            if is_plain(value) and (held := entry.changes.identity_in(value)):
+                self.doubt(
+                    f"{name!r} is carried from one turn to the next, and holds the identity of {held!r}, which is another "
+                    f"number after a restart"
                 )
         return carried, lost
 
@@ -212,6 +222,19 @@ class NestedState(Doubts):
             return f"what lives from one step to the next cannot be carried: {error}"
         return living_gradients.UNSURE if gradients is None else ""
 
+    def _other_numbers(self, state: Mapping[str, Any], *, begun: bool) -> str:
+        """Returns the generators whose numbers are others than in the run that saved, of those that the items may come from.
+
+        Args:
+            state: of the version.
+            begun: whether items may have been drawn before the loop was entered.
+        """
+        saved = {name: Generator(*told) for name, told in (state.get("generators") or {}).items()}
+        if not saved:  # of a release that noted all in one
+            return "all" if begun and state["entry"] != self._outermost.drawn else ""
+        found = {name: (saved.get(name), self.generators.get(name)) for name in {*saved, *self.generators}}
+        return ", ".join(sorted(name for name, (was, now) in found.items() if _matter(was, now, begun=begun)))
+
     def _of_items(self, entries: Sequence[Entry]) -> str:
         for entry in entries:
             if entry.items is not None and (why := entry.items.refused or entry.items.doubt):
@@ -235,8 +258,11 @@ class NestedState(Doubts):
                 f"the loop of line {entry.site.line} goes over {_shown(entry.items.shape)}, and the one that was saved went over "
                 f"{_shown(shape)}: the script may have gone on from a file of its own"
             )
-        if entry.items.begun and state["entry"] != entry.drawn:
-            return "its random numbers are others than in the run that saved, and its loader has drawn from them: seed them"
+        if others := self._other_numbers(state, begun=entry.items.begun):
+            return (
+                f"its random numbers ({others}) are others than in the run that saved, and its loader has drawn from them: "
+                f"seed them"
+            )
         taken, size = state["position"][0][1], entry.items.size
         if size is not None and (taken >= size if entry.site.outer else taken > size):
             return f"{taken} items of the loop of line {entry.site.line} were done, and there are {size}"
@@ -320,8 +346,8 @@ def _is_same(saved: Any, now: Any) -> bool:
 
 def differing(saved: Sequence[Sequence[Any]], now: Changed) -> str:
     """Returns the path of a value that is not as it was saved; empty if all are."""
-    there = {row[0]: value_codec.encode(row[3]) for row in saved}
-    here = {row[0]: value_codec.encode(row[3]) for row in now.rows}
+    there = {row[0]: value_codec.encode(list(row[3:])) for row in saved}
+    here = {row[0]: value_codec.encode(list(row[3:])) for row in now.rows}
     return next((path for path in (*there, *here) if there.get(path) != here.get(path)), "")
 
 
@@ -357,6 +383,46 @@ def packed_randomness() -> dict[str, Any]:
 def put_randomness(state: Mapping[str, Any]) -> None:
     """Goes on with random numbers as they were packed."""
     ProcessRandomness().load_state_dict(_unpack(state))
+
+
+def generators() -> dict[str, str]:
+    """Returns a token of each generator of random numbers of the process."""
+    return {name: xxhash.xxh3_64_hexdigest(value_codec.encode(state)) for name, state in packed_randomness().items()}
+
+
+class Generator(NamedTuple):
+    """A generator of random numbers, as it was where the outermost loop began.
+
+    Attributes:
+        token: of its state as the loop was entered.
+        touched: whether somebody has seeded it, or drawn from it, before. torch's own is seeded alike in every process, so it counts.
+        drawn: whether what the loop goes over has drawn from it.
+    """
+
+    token: str
+    touched: bool
+    drawn: bool
+
+
+def noted(began: Mapping[str, str], entered: Mapping[str, str], now: Mapping[str, str]) -> dict[str, Generator]:
+    """Returns what is noted of each generator.
+
+    Args:
+        began: tokens as the script began.
+        entered: as its loop was entered.
+        now: as the loop asks for its first item.
+    """
+    return {
+        name: Generator(token, name not in ("python", "numpy") or began.get(name) != token, now.get(name) != token)
+        for name, token in entered.items()
+    }
+
+
+def _matter(was: Generator | None, now: Generator | None, *, begun: bool) -> bool:
+    """Tell whether items may have come from a generator that had other numbers in the run that saved."""
+    told = [each for each in (was, now) if each is not None]
+    alike = len(told) == 2 and told[0].token == told[1].token
+    return not alike and any(each.drawn or (begun and each.touched) for each in told)
 
 
 def drawn() -> str:
