@@ -22,6 +22,8 @@ import pytest
 from doors_kit import SOURCE, launching
 from holdfast.testing.contracts.adapter import Workshop
 
+ALL = -1  # ranks
+
 
 def drawn(matrix: Mapping[str, str], number: int) -> list[Any]:
     """Plans with each of their moments, as parameters: all but a few, drawn once, are slow."""
@@ -48,6 +50,7 @@ class Stories:
     server: Any
     environment: dict[str, str]
     known: dict[object, Any] = field(default_factory=dict)
+    came: dict[tuple[int, str], list[str]] = field(default_factory=dict)
     count: int = 0
 
     def undisturbed(self, plan: str) -> dict[str, Any]:
@@ -106,12 +109,33 @@ class Stories:
         words = ("--kill", moment, "--of", str(of)) if moment else ()
         self._launch(place, number, plan, *words, launch=launch, plain=not moment)
         facts = self._facts(place, number)
-        if not moment:
+        if moment:
+            self._require_kill(place, number, of)
+        else:
             self.known[number, plan] = [dict(each) for each in facts]
+            of_ranks = [(place / f"facts.moments{rank}").read_text().split() for rank in range(number)]
+            self.came[number, plan] = [one for one in of_ranks[0] if all(one in each for each in of_ranks)]
         return facts
 
+    def moments(self, number: int, plan: str) -> list[str]:
+        """The moments that every rank of an undisturbed life comes to, in their order."""
+        self.ranks(number, plan)
+        return self.came[number, plan]
+
+    def stopped(self, plan: str, moment: str) -> tuple[dict[str, Any], str]:
+        """One rank that gets SIGTERM at the moment, and what is started behind it, unless no step was left."""
+        place = self._directory()
+        words = ("--plan", plan, "--kill", moment, "--term", "--every", "100")
+        ended = self._live(place, *words)
+        is_closed = moment.startswith(("end", "over"))  # then perhaps nobody waits for SIGTERM any more
+        assert ended == 0 or (ended == -15 and is_closed), self.told(place)
+        self._require_kill(place, 1, 0)
+        if not (place / "facts").exists():
+            assert self._live(place, *words) == 0, self.told(place)
+        return json.loads((place / "facts").read_text()), self.told(place)
+
     def ranks_told_to_stop(
-        self, number: int, plan: str, moment: str, of: int, *, is_end: bool = False
+        self, number: int, plan: str, moment: str, of: int, *, is_end: bool | None = False
     ) -> list[dict[str, Any]]:
         """Facts of every rank of a second launch. In the first, rank `of` got SIGTERM at the moment, and nothing is saved by cadence.
 
@@ -120,15 +144,21 @@ class Stories:
             plan: of the story.
             moment: at which ranks get SIGTERM.
             of: the rank that gets it, or -1 for all.
-            is_end: no step is left at the moment, so the first launch is the last one.
+            is_end: no step is left at the moment, so the first launch is the last one. None: so it may be.
         """
         place = self._directory()
         words = ("--term", "--every", "100")
         self._launch(place, number, plan, *words, "--kill", moment, "--of", str(of))
-        assert (place / "facts").exists() == is_end, "the training was over before the moment, or not at its end"
-        if not is_end:
+        self._require_kill(place, number, of)
+        is_over = (place / "facts").exists()
+        assert is_end in (None, is_over), "the training was over before the moment, or not at its end"
+        if not is_over:
             self._launch(place, number, plan, *words)
         return self._facts(place, number)
+
+    def _require_kill(self, place: Path, number: int, of: int) -> None:
+        """A moment that a plan never comes to would prove nothing."""
+        assert len(list(place.glob("facts.killed*"))) == (number if of == ALL else 1), "the moment never came"
 
     def _launch(
         self, place: Path, number: int, plan: str, *words: str, launch: Sequence[str] = (), plain: bool = False
@@ -202,3 +232,50 @@ def both_end_undisturbed_when_killed(lives: Stories, plan: str, moment: str, of:
     for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
         assert facts["starts"][-1] > 0
         same(facts, undisturbed, more=more)
+
+
+# Who of two ranks is struck, and with what.
+WHOM = {"one killed": (1, False), "all killed": (ALL, False), "one stopped": (1, True), "all stopped": (ALL, True)}
+
+
+def both_end_undisturbed_at_a_drawn_moment(lives: Stories, plan: str, whom: str, *, more: str = "") -> None:
+    """Two ranks are struck at a moment of this plan, drawn once for each of `WHOM`; both end undisturbed."""
+    of, is_stop = WHOM[whom]
+    undisturbed = lives.ranks(2, plan)
+    behind = [moment for moment in lives.moments(2, plan) if _step(moment) > 1]  # so that something was saved
+    moment = random.Random(f"{plan}, {whom}").choice(behind)
+    print("struck at", moment)  # told with a failure
+    facts = lives.ranks_told_to_stop(2, plan, moment, of, is_end=None) if is_stop else lives.ranks(2, plan, moment, of)
+    for each, whole in zip(facts, undisturbed, strict=True):
+        if is_stop:
+            no_step_is_lost(each, whole, _step(moment), 6)
+            if _goes_on(each, whole, plan):
+                return
+        else:
+            assert each["starts"][-1] > 0
+        same(each, whole, more=more)
+
+
+def ends_undisturbed_when_stopped(lives: Stories, plan: str, moment: str, *, more: str = "") -> None:
+    """One rank gets SIGTERM at the moment, and nothing is saved by cadence; no step is lost, and it ends undisturbed."""
+    facts, told = lives.stopped(plan, moment)
+    undisturbed = lives.undisturbed(plan)
+    no_step_is_lost(facts, undisturbed, _step(moment), 2, told)
+    if not _goes_on(facts, undisturbed, plan):
+        same(facts, undisturbed, more=more)
+
+
+def no_step_is_lost(facts: dict[str, Any], undisturbed: dict[str, Any], step: int, ahead: int, told: str = "") -> None:
+    """Told to stop in a step, a life went on to one soon behind it, or to the end if there was none."""
+    start = facts["starts"][-1]
+    soon = range(step, step + ahead + 1)
+    assert start in soon or (start == 0 and undisturbed["step"] in soon), (start, told)
+
+
+def _goes_on(facts: dict[str, Any], undisturbed: dict[str, Any], plan: str) -> bool:
+    """Return whether this is a new launch of a run that had stopped early: it trains on, as the pages say."""
+    return plan == "stops" and facts["starts"][-1] == undisturbed["step"] < facts["step"]
+
+
+def _step(moment: str) -> int:
+    return int(moment.partition(":")[2])

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +23,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from story_server import serve
+from story_strike import Strike
 
 from holdfast.adapters.huggingface import wrap
 
-ROWS, BATCH, EPOCHS = 40, 4, 3
-ALL = -1
+ROWS, BATCH = 40, 4
 # How loaders are configured.
 PLANS: dict[str, dict[str, Any]] = {
     "process": {},
@@ -51,6 +50,7 @@ PLANS: dict[str, dict[str, Any]] = {
 # Batches of a step, and most steps.
 NUMBERS = {"every batch": {"batches": 1}, "odd": {"batches": 3}, "limit": {"most": 7}}
 EVALUATED = ("evaluates", "stops", "best", "limit", "plateau", "compiled")
+PATIENT = ("stops", "plateau")  # those that end when three evaluations were no better
 
 
 class Rows(torch.utils.data.Dataset):
@@ -106,19 +106,7 @@ class Best:
         self.waited, self.weights = state["waited"], dict(state["weights"])
 
 
-KILL: dict[str, Any] = {"at": "", "marker": None, "of": 0, "signal": signal.SIGKILL}
-
-
-def reached(moment: str, step: int, accelerator: Accelerator) -> None:
-    """Ends this process once; the marker outlives it."""
-    if KILL["at"] != f"{moment}:{step}" or KILL["marker"].exists():
-        return
-    if KILL["of"] == ALL:
-        accelerator.wait_for_everyone()
-    elif accelerator.process_index != KILL["of"]:
-        return
-    KILL["marker"].touch()
-    os.kill(os.getpid(), KILL["signal"])
+STRIKE = Strike()
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
@@ -167,15 +155,17 @@ class Loop:
         self.checkpointer = wrap(self.accelerator, options.root, every=options.every)
         self.step = self.start = self.checkpointer.restore()
         length = ROWS // BATCH // self.accelerator.num_processes
+        self.epochs = 3 if self.accelerator.num_processes == 1 else 4  # of two ranks an epoch is shorter
         self.accumulated = -(-length // self.batches)  # optimizer steps of an epoch; one is saved as one step
         self.seen = self.facts.with_suffix(f".rows{self.accelerator.process_index}")
 
     @property
     def is_over(self) -> bool:
-        return self.step >= min(self.most, EPOCHS * self.accumulated) or self.best.waited >= 3
+        impatient = self.plan in PATIENT and self.best.waited >= 3
+        return self.step >= min(self.most, self.epochs * self.accumulated) or impatient
 
     def run(self) -> None:
-        for epoch in range(self.start // self.accumulated, EPOCHS):
+        for epoch in range(self.start // self.accumulated, self.epochs):
             if self.is_over:
                 break
             if hasattr(self.loader, "set_epoch") and PLANS[self.plan] == {"use_seedable_sampler": True}:
@@ -233,7 +223,7 @@ class Loop:
         return float(self.accelerator.gather(total).sum()) + 1e3 * (self.plan == "stops") * self.step
 
     def reached(self, moment: str, step: int) -> None:
-        reached(moment, step, self.accelerator)
+        STRIKE.reached(f"{moment}:{step}", self.accelerator.process_index, self.accelerator.wait_for_everyone)
 
     def told(self) -> dict[str, Any]:
         parameters = [one for model in (self.first, self.second) for one in model.parameters()]
@@ -259,14 +249,13 @@ def main(words: list[str]) -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--every", default="1")
     options = parser.parse_args(words)
-    rank = os.environ.get("RANK", "0") if options.ranks > 1 else "0"
-    KILL.update(at=options.kill, marker=options.facts.with_suffix(f".killed{rank}"), of=options.of)
-    KILL["signal"] = signal.SIGTERM if options.term else signal.SIGKILL
+    rank = int(os.environ.get("RANK", "0")) if options.ranks > 1 else 0
+    STRIKE.aim(options.facts, rank, at=options.kill, of=options.of, term=options.term)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     loop = Loop(options)
     loop.run()
-    file = options.facts if rank == "0" else options.facts.with_suffix(f".{rank}")
+    file = options.facts.with_suffix(f".{rank}") if rank else options.facts
     file.write_text(json.dumps(loop.told()))
     loop.accelerator.end_training()
     if options.ranks > 1:

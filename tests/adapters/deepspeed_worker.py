@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument(
         "--count-by", type=int, default=0, help="the script names its tags, so many more with each step"
     )
+    parser.add_argument("--same-tag", action="store_true", help="every save has the tag that is loaded")
     parser.add_argument("--durable-every", type=int, default=1)
     parser.add_argument("--no-native", action="store_true", help="DeepSpeed's own files are left away")
     parser.add_argument("--own-files", action="store_true", help="DeepSpeed's own files are loaded where need be")
@@ -69,7 +70,7 @@ def main() -> None:
             engine.step()
         if not options.native:
             named = f"global_step{options.count_by * engine.global_steps}" if options.count_by else None
-            engine.save_checkpoint(options.root, tag=named)
+            engine.save_checkpoint(options.root, tag=options.tag if options.same_tag else named)
         adapter_output.step(rank, step, [loss.detach(), *state(engine)])
     adapter_output.whole(rank, engine.global_steps, weights)
     print(

@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from story_server import serve
+from story_strike import Strike
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -41,7 +41,6 @@ from holdfast.adapters.huggingface import keep
 
 warnings.filterwarnings("ignore")
 LENGTH, ROWS = 16, 20
-ALL = -1
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
 
 
@@ -98,19 +97,12 @@ class Stream(torch.utils.data.IterableDataset):
             number += ROWS
 
 
-KILL: dict[str, Any] = {"at": "", "marker": None, "rank": 0, "signal": signal.SIGKILL}
+STRIKE = Strike()
 
 
 def reached(moment: str, step: int) -> None:
-    """Ends this process once; the marker outlives it."""
-    if KILL["at"] != f"{moment}:{step}" or KILL["marker"].exists():
-        return
-    if KILL["rank"] == ALL:
-        torch.distributed.barrier()
-    elif int(os.environ.get("RANK", "0")) != KILL["rank"]:
-        return
-    KILL["marker"].touch()
-    os.kill(os.getpid(), KILL["signal"])
+    """Ends this process once, if it is its moment."""
+    STRIKE.reached(f"{moment}:{step}", int(os.environ.get("RANK", "0")), torch.distributed.barrier)
 
 
 class Kills(TrainerCallback):
@@ -239,8 +231,7 @@ def main(words: list[str]) -> None:
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0")) if options.ranks > 1 else 0
-    KILL.update(at=options.kill, marker=options.facts.with_suffix(f".killed{rank}"), rank=options.of)
-    KILL["signal"] = signal.SIGTERM if options.term else signal.SIGKILL
+    STRIKE.aim(options.facts, rank, at=options.kill, of=options.of, term=options.term)
     output = options.facts.with_suffix(".out")
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0

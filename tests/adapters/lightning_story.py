@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import Logger
 from story_server import serve
+from story_strike import Strike
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.adapters.lightning import keeper
@@ -165,20 +165,13 @@ class Model(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": "step"}}
 
 
-ALL = -1
-KILL: dict[str, Any] = {"at": "", "marker": None, "rank": 0, "signal": signal.SIGKILL}
+STRIKE = Strike()
 
 
 def reached(moment: str, trainer: Any) -> None:
-    """Ends this process once; the marker outlives it."""
-    if trainer.sanity_checking or KILL["at"] != f"{moment}:{trainer.global_step}" or KILL["marker"].exists():
-        return
-    if KILL["rank"] == ALL:
-        trainer.strategy.barrier()
-    elif trainer.global_rank != KILL["rank"]:
-        return
-    KILL["marker"].touch()
-    os.kill(os.getpid(), KILL["signal"])
+    """Ends this process once, if it is its moment."""
+    if not trainer.sanity_checking:
+        STRIKE.reached(f"{moment}:{trainer.global_step}", trainer.global_rank, trainer.strategy.barrier)
 
 
 class Counts(Callback):
@@ -293,11 +286,8 @@ def main(words: list[str]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    KILL.update(
-        at=options.kill, marker=options.facts.with_suffix(f".killed{os.environ.get('RANK', '')}"), rank=options.of
-    )
-    KILL["signal"] = signal.SIGTERM if options.term else signal.SIGKILL
     rank = int(os.environ.get("RANK", "0")) if options.ranks > 1 else 0
+    STRIKE.aim(options.facts, rank, at=options.kill, of=options.of, term=options.term)
     model, data, counts = Model(options.plan), Data(options.plan, rank), Counts()
     lines = Lines(options.facts.with_suffix(f".log{rank}"))
     kept = [] if options.zero else [keeper(options.root, every=options.every)]

@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from stories_kit import (
+    WHOM,
     Stories,
+    both_end_undisturbed_at_a_drawn_moment,
     both_end_undisturbed_when_killed,
     both_end_undisturbed_when_stopped,
     both_stop_behind_one_step,
     drawn,
+    ends_undisturbed_when_stopped,
     same,
     stories,
 )
@@ -52,7 +55,7 @@ TWO = [
     ("evaluates", "eval:4", 1), ("evaluates", "eval:4", -1), ("best", "saving:4", 1), ("best", "epoch:6", -1),
 ]  # fmt: skip
 
-# Of two ranks, three steps are an epoch, and nine are all. In the evaluation behind a step, between it and Accelerate's own save, in that,
+# Of two ranks, three steps are an epoch, and twelve are all. In the evaluation behind a step, between it and Accelerate's own save, in that,
 # behind it, behind the report; the last step of an epoch, and behind it; the last of all.
 AROUND = ["eval:4", "evaluated:4", "within:4", "saving:4", "step:4", "eval:6", "step:6", "epoch:6"]
 
@@ -130,7 +133,7 @@ def test_of_two_ranks_one_is_asked_to_stop_and_both_stop_behind_one_step_that_is
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
-@pytest.mark.parametrize("moment", [*AROUND, "step:9", "over:9"])
+@pytest.mark.parametrize("moment", [*AROUND, "step:12", "over:12"])
 def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed(
     lives: Stories, moment: str, of: int
 ) -> None:
@@ -139,9 +142,22 @@ def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
-@pytest.mark.parametrize("moment", [*AROUND, "step:9"])
+@pytest.mark.parametrize("moment", [*AROUND, "step:12"])
 def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undisturbed(
     lives: Stories, moment: str, of: int
 ) -> None:
-    step, is_end = int(moment.partition(":")[2]), moment == "step:9"
+    step, is_end = int(moment.partition(":")[2]), moment == "step:12"
     both_end_undisturbed_when_stopped(lives, "best", moment, step, of, is_end=is_end)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", WHOM)
+@pytest.mark.parametrize("plan", MATRIX)
+def test_of_two_ranks_struck_at_a_drawn_moment_both_end_undisturbed(lives: Stories, plan: str, whom: str) -> None:
+    both_end_undisturbed_at_a_drawn_moment(lives, plan, whom)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "moment"), drawn(MATRIX, 0))
+def test_asked_to_stop_at_any_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
+    ends_undisturbed_when_stopped(lives, plan, moment)

@@ -170,6 +170,27 @@ def test_a_tag_that_the_script_counts_in_its_own_way_is_no_version_of_that_step(
     assert set(back.starts.values()) == {2}
 
 
+@pytest.mark.parametrize("native", [(), ("--no-native",)], ids=["native", "alone"])
+def test_saves_under_one_tag_come_back_by_it(
+    native: tuple[str, ...], way: str, workshop: Workshop, whole: Told
+) -> None:
+    """Scripts that keep one checkpoint call it `last`; one rank is killed behind the third save."""
+    if way != "zero2":
+        pytest.skip("one is enough")
+    root = workshop.directory(f"one tag{len(native)}")
+    words = ("--tag", "last", "--same-tag", *native)
+    told = workshop.run(door(way, *words, "--kill", "3", launcher=HOLDFAST_RUN), Task(root, 2, 6))
+    assert (root / "killed").exists()
+    assert set(told.starts.values()) == {3}
+    assert told.steps == whole.steps
+    assert _states(told.output) == _states(whole.output)
+    if not native:
+        assert (root / "latest").read_text() == "last"
+        theirs = workshop.run(door(way, "--native", "--tag", "last"), Task(root, 2, 6, plain=True))
+        assert set(theirs.starts.values()) == {6}
+        assert _states(theirs.output) == _states(whole.output)
+
+
 def test_deepspeed_alone_loads_what_latest_names(way: str, workshop: Workshop) -> None:
     """The same state of every rank, by DeepSpeed's own loader from its own files, without holdfast."""
     root = workshop.directory("native")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.adapters import deepspeed
+from holdfast.adapters import deepspeed, native_tree
 from holdfast.base.config import Config
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import LevelNotReached, UsageError
 
 NAME = "mp_rank_00_model_states.pt"
 
@@ -44,6 +44,9 @@ class Engine:
         self.weight = torch.zeros(4)
 
     def zero_nvme_offload_optimizer(self) -> bool:
+        return False
+
+    def load_universal_checkpoint(self) -> bool:
         return False
 
     def zero_optimization(self) -> bool:
@@ -202,3 +205,118 @@ def test_a_file_that_appears_behind_the_look_is_not_unpickled(make: Make, tmp_pa
     with pytest.raises(UsageError, match="not asked for"):
         engine.checkpoint_engine.load(str(tmp_path / "job" / "global_step7" / NAME))
     assert engine.default.loaded == []
+
+
+def tagged(engine: Engine, root: Path, *tags: str) -> None:
+    """A step for each tag, saved under it; the last is durable."""
+    for tag in tags:
+        engine.train()
+        engine.save_checkpoint(str(root), tag=tag)
+    engine.checkpoint_engine.close()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("tags", [("last", "last", "last"), ("best", "step3", "epoch 1")])
+def test_the_newest_save_is_found_by_its_tag_whatever_that_is(
+    make: Make, tmp_path: Path, tags: tuple[str, ...], native: bool
+) -> None:
+    root = tmp_path / "job"
+    first = make(native=native)
+    assert first.load_checkpoint(str(root), tag=tags[-1]) == (None, {})
+    tagged(first, root, *tags)
+    again = make(native=native)
+    path, _ = again.load_checkpoint(str(root), tag=tags[-1])
+    assert path == str(root / tags[-1] / NAME)
+    assert (again.global_steps, again.weight.tolist(), again.default.loaded) == (3, [3.0] * 4, [])
+
+
+def test_what_only_memory_holds_is_found_by_its_tag(make: Make, tmp_path: Path) -> None:
+    root = tmp_path / "job"
+    first = make(durable_every=100)
+    first.load_checkpoint(str(root))
+    for _ in range(2):
+        first.train()
+        first.save_checkpoint(str(root))
+    first.checkpoint_engine._checkpointer.flush()
+    assert not (root / "holdfast" / "latest").exists(), "nothing is durable"
+    again = make()
+    again.load_checkpoint(str(root), tag="global_step2")
+    assert again.global_steps == 2
+
+
+@pytest.mark.parametrize("own_files", [True, False])
+@pytest.mark.parametrize("tag", ["best", "global_step7"])
+def test_a_tag_of_an_older_save_without_files_is_an_error_and_nothing_begins_anew(
+    make: Make, tmp_path: Path, tag: str, own_files: bool
+) -> None:
+    """DeepSpeed itself would say that there is none and begin with step 0."""
+    root = tmp_path / "job"
+    first = make(native=False)
+    first.load_checkpoint(str(root))
+    tagged(first, root, tag, "global_step2")
+    engine = make(native=False, own_files=own_files)
+    with pytest.raises(UsageError, match=f"neither holdfast nor DeepSpeed has what was saved under the tag '{tag}'"):
+        engine.load_checkpoint(str(root), tag=tag)
+    assert engine.global_steps == 0
+    engine.load_checkpoint(str(root))
+    assert engine.global_steps == 2
+
+
+@pytest.mark.parametrize("save_latest", [True, False])
+def test_latest_names_no_files_of_two_saves_where_a_tag_is_used_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_latest: bool
+) -> None:
+    """What stands at each write: `latest` never beside a file that is about to be replaced, and again behind the last one."""
+    root, seen = tmp_path / "job", []
+    write = native_tree.durably
+
+    def looks(path: Path, content: Callable[[Any], object]) -> None:
+        if path.name == NAME:
+            seen.append(((root / "latest").exists(), path.exists()))
+        write(path, content)
+
+    monkeypatch.setattr(native_tree, "durably", looks)
+    engine = make()
+    engine.load_checkpoint(str(root))
+    for save in range(3):
+        engine.train()
+        engine.save_checkpoint(str(root), tag="last", save_latest=save == 0 or save_latest)
+    engine.checkpoint_engine.close()
+    assert seen == [(False, False)] * 3
+    assert (root / "latest").read_text() == "last"
+    assert torch.load(root / "last" / NAME, weights_only=True)["steps"] == 3
+
+
+def test_files_that_cannot_be_taken_away_are_left_and_training_goes_on(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "job"
+    engine = make()
+    engine.load_checkpoint(str(root))
+    (root / "last" / NAME).mkdir(parents=True)  # nothing that can be unlinked
+    engine.train()
+    engine.save_checkpoint(str(root), tag="last")
+    assert "those of an earlier save under the tag 'last' cannot be taken away" in caplog.text
+    assert not (root / "latest").exists()
+    with pytest.raises(LevelNotReached, match="own files are not complete"):
+        engine.checkpoint_engine.close()
+    again = make()
+    again.load_checkpoint(str(root))
+    assert again.global_steps == 1
+
+
+def test_what_latest_named_at_the_look_is_loaded_though_it_changes_meanwhile(make: Make, tmp_path: Path) -> None:
+    """Every rank loads what rank 0 saw: the last write of a job that ends just now may come in between."""
+    root = tmp_path / "job"
+    own(root, "global_step7", 7)
+    engine = make(own_files=True)
+    look = engine.checkpoint_engine._latest
+
+    def then_changed() -> str:
+        tag = look()
+        own(root, "global_step9", 9)
+        return str(tag)
+
+    engine.checkpoint_engine._latest = then_changed
+    engine.load_checkpoint(str(root))
+    assert engine.global_steps == 7

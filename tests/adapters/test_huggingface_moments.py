@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from stories_kit import (
+    WHOM,
     Stories,
+    both_end_undisturbed_at_a_drawn_moment,
     both_end_undisturbed_when_killed,
     both_end_undisturbed_when_stopped,
     both_stop_behind_one_step,
     drawn,
+    ends_undisturbed_when_stopped,
     same,
     stories,
 )
@@ -176,3 +179,24 @@ def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed
 )
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
     both_end_undisturbed_when_killed(lives, plan, moment, of)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", WHOM)
+@pytest.mark.parametrize("plan", MATRIX)
+def test_of_two_ranks_struck_at_a_drawn_moment_both_end_undisturbed(lives: Stories, plan: str, whom: str) -> None:
+    both_end_undisturbed_at_a_drawn_moment(lives, plan, whom)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "moment"), drawn(MATRIX, 0))
+def test_asked_to_stop_at_any_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
+    ends_undisturbed_when_stopped(lives, plan, moment)
+
+
+@pytest.mark.slow
+def test_a_new_launch_of_a_run_that_stopped_early_goes_on(lives: Stories) -> None:
+    """A restart by the launcher trains nothing."""
+    ended, facts = lives.again("stops")
+    assert (ended["step"], facts["starts"]) == (4, [4])
+    assert facts["step"] > 4

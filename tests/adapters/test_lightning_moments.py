@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from stories_kit import (
+    WHOM,
     Stories,
+    both_end_undisturbed_at_a_drawn_moment,
     both_end_undisturbed_when_killed,
     both_end_undisturbed_when_stopped,
     both_stop_behind_one_step,
     drawn,
+    ends_undisturbed_when_stopped,
     same,
     stories,
 )
@@ -49,7 +52,7 @@ OWN = "own"  # files that Lightning wrote: one that it had not told us of may be
 # Of two ranks: before a validation, behind it, in what is done for an epoch; between a validation and Lightning's own save, in that, behind it.
 AROUND = [
     ("limit", "batch:5"), ("limit", "begin:5"), ("limit", "epoch:10"),
-    ("job", "val:8"), ("job", "validated:8"), ("job", "saving:8"), ("job", "saved:8"),
+    ("job", "val:8"), ("job", "validated:8"), ("job", "saving:5"), ("job", "saved:5"),
 ]  # fmt: skip
 
 
@@ -143,3 +146,24 @@ def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed
 )
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
     both_end_undisturbed_when_killed(lives, plan, moment, of, more=OWN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", WHOM)
+@pytest.mark.parametrize("plan", MATRIX)
+def test_of_two_ranks_struck_at_a_drawn_moment_both_end_undisturbed(lives: Stories, plan: str, whom: str) -> None:
+    both_end_undisturbed_at_a_drawn_moment(lives, plan, whom, more=OWN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "moment"), drawn(MATRIX, 0))
+def test_asked_to_stop_at_any_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
+    ends_undisturbed_when_stopped(lives, plan, moment, more=OWN)
+
+
+@pytest.mark.slow
+def test_a_new_launch_of_a_run_that_stopped_early_goes_on(lives: Stories) -> None:
+    """As after Lightning's own resume: early stopping ends it with the next validation. A restart by the launcher trains nothing."""
+    facts, told = lives.stopped("stops", "end:8")
+    assert facts["starts"] == [8], told
+    assert facts["step"] == 10

@@ -156,7 +156,8 @@ def run(net, opt, data, die):
     for epoch in range(4):
         for x, y in DataLoader(data, batch_size=4, shuffle=True):
             one(net, opt, x, y)
-        best *= 0.9
+        else:  # which zero lines do not understand
+            best *= 0.9
         die(epoch)
 """
 

@@ -10,7 +10,6 @@ import argparse
 import itertools
 import json
 import os
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from hf_story import KILL, MADE_BY_TIME, Counts, Kills, digest
+from hf_story import MADE_BY_TIME, STRIKE, Counts, Kills, digest
 from story_server import serve
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -82,8 +81,7 @@ def main(words: list[str]) -> None:
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0")) if options.ranks > 1 else 0
-    KILL.update(at=options.kill, marker=options.facts.with_suffix(f".killed{rank}"), rank=options.of)
-    KILL["signal"] = signal.SIGTERM if options.term else signal.SIGKILL
+    STRIKE.aim(options.facts, rank, at=options.kill, of=options.of, term=options.term)
     trainer_of, config_of, plan = PLANS[options.plan]
     of_groups = trainer_of in (GRPOTrainer, RLOOTrainer)
     arguments = config_of(

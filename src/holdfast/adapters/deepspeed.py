@@ -27,18 +27,18 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.adapters.native_tree import Classes, Native, NativeWriter, copied, live, plain
+from holdfast.adapters.native_tree import MAX_WAITING, Classes, Native, NativeWriter, copied, live, plain
 from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives
-from holdfast.core.model import Version
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ class CheckpointEngine:
         self._files = _Files(_shared(engine), tuple(range(self._group.world_size)), _classes())
         self._timeout_s = (config or settings.load()).close_timeout_s
         self._native = NativeWriter(self._timeout_s) if native else None
+        self._recent: deque[str] = deque(maxlen=MAX_WAITING + 1)  # tags whose files may be waiting or in work
         self._checkpointer = SaveOnly(save_dir / OWN, config=config, deepspeed=self._files)
         self._started = False
         self._saves = 0
@@ -251,20 +252,55 @@ class CheckpointEngine:
         durable = self._saves % self._durable_every == 0
         self._checkpointer.save(self._engine.global_steps - 1, "durable" if durable else "captured")
         if durable and self._native is not None:
-            self._native.put(self._own_files(kwargs.get("save_latest", True)))
+            self._write_own(self._native, kwargs.get("save_latest", args[1] if len(args) > 1 else True))
         self._files.trees = {}
         return done
 
-    def _own_files(self, save_latest: bool) -> Native:
+    def _write_own(self, native: NativeWriter, save_latest: bool) -> None:
+        """Queues DeepSpeed's own files of this save. Collective."""
         directory, tag = self._dir, self._files.tag
-        mine = {
-            directory / tag / name: copied(tree)
+        mine = [
+            (directory / tag / name, tree)
             for name, tree in self._files.trees.items()
             if self._writes or "zero_pp_rank" in name
-        }
-        first = self._group.rank == 0 and save_latest
+        ]
+        free, named = self._made_room(native, [path for path, _ in mine])
+        if not free:
+            native.leave_out(
+                f"those of an earlier save under the tag {tag!r} cannot be taken away, or are still being written"
+            )
+            return
+        first = self._group.rank == 0 and (save_latest or named)
         awaited = [directory / tag / name for name in self._all_names] if first else []
-        return Native(mine, awaited, (directory / LATEST, tag) if first else None, time.time() - self._timeout_s)
+        tracker = (directory / LATEST, tag) if first else None
+        files = {path: copied(tree) for path, tree in mine}
+        native.put(Native(files, awaited, tracker, time.time() - self._timeout_s))
+
+    def _made_room(self, native: NativeWriter, mine: Sequence[Path]) -> tuple[bool, bool]:
+        """Removes the files of another save under this tag, `latest` first: it never names files of two saves. Collective.
+
+        Returns:
+            Whether there are none on any rank, and whether `latest` named them (rank 0 knows).
+        """
+        tag, everyone, latest = self._files.tag, self._group, self._dir / LATEST
+        again = collectives.share(everyone, lambda: b"1" if tag in self._recent or self._have_files(tag) else b"")
+        self._recent.append(tag)
+        if not again:
+            return True, False
+        settled = collectives.unanimous(everyone, native.settle())
+        named = everyone.rank == 0 and _text_of(latest) in (tag, None)
+        free = (
+            settled
+            and collectives.unanimous(everyone, not named or _are_gone([latest]))
+            and collectives.unanimous(everyone, _are_gone(mine))
+        )
+        return free, named
+
+    def _have_files(self, tag: str) -> bool:
+        try:
+            return any((self._dir / tag / name).exists() for name in self._all_names)
+        except OSError:  # it says nothing: look closer
+            return True
 
     def _names(self, directory: Path, tag: str) -> list[Path]:
         """The files of DeepSpeed's own tree that this rank writes."""
@@ -276,21 +312,19 @@ class CheckpointEngine:
     def _load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         if Path(load_dir).resolve() != self._save_dir.resolve():
             return self._load(load_dir, tag, *args, **kwargs)  # somebody else's, in DeepSpeed's own form
-        version, random = self._version_of(tag), ProcessRandomness().state_dict()
-        if tag is not None and version is None:
-            self._check_own(str(tag), named=True)
-        self._checkpointer.restore(version, fresh=tag is not None and version is None)
-        self._started = True
+        random = ProcessRandomness().state_dict()
         theirs = self._latest() if tag is None else str(tag)
-        if self._files.trees and (self._is_later(theirs) if tag is None else self._files.tag != theirs):
-            # `latest` names a later step, or the script counts otherwise than DeepSpeed.
+        found = self._bring_back(None if tag is None else theirs)
+        if found and (self._is_later(theirs) if tag is None else not self._files.trees):
+            # `latest` names a later step, or what is asked for is not ours.
             self._check_own(theirs, named=tag is not None)
+            self._require_files(theirs, found)
             self._files.trees = {}
             self._checkpointer.restore(fresh=True)
             ProcessRandomness().load_state_dict(random)
         if not self._files.trees:
             self._check_own(theirs, named=tag is not None)
-            return self._load(load_dir, tag, *args, **kwargs)
+            return self._load(load_dir, theirs or tag, *args, **kwargs)
         try:
             with tempfile.TemporaryDirectory(prefix="holdfast-") as place:
                 self._shown = self._stand_ins(Path(place, self._files.tag))
@@ -299,11 +333,47 @@ class CheckpointEngine:
         finally:
             self._files.trees, self._shown = {}, []
 
+    def _bring_back(self, tag: str | None) -> str:
+        """Brings back the newest version, or with a tag what was saved under it: of the step that it names, if that is durable, or the newest.
+
+        Returns:
+            The tag of the version that was looked at, empty if there is none.
+        """
+        step = _step_of(tag or "")
+        self._checkpointer.restore(None if step is None else self._checkpointer.version_of(step - 1))
+        self._started = True
+        found = self._files.tag if self._files.trees else ""
+        if tag not in (None, found):
+            self._files.trees = {}
+        return found
+
+    def _require_files(self, tag: str, found: str) -> None:
+        """Looks whether there are files of DeepSpeed's own under a tag that no version was found by.
+
+        Raises:
+            UsageError: there are none; on every rank.
+        """
+        if not self._stand(tag):
+            raise UsageError(
+                f"neither holdfast nor DeepSpeed has what was saved under the tag {tag!r}",
+                where=str(self._save_dir),
+                remedy=f"a call without a tag loads the newest version; {found!r} was looked at. Older versions are found by tags of the form "
+                "global_step<n>. To begin anew, give another directory",
+            )
+
+    def _stand(self, tag: str) -> bool:
+        """Return whether there are files of DeepSpeed's own under a tag. Rank 0 looks for all."""
+        place = self._save_dir / tag
+        return bool(collectives.share(self._group, lambda: b"1" if place.is_dir() and any(place.iterdir()) else b""))
+
     def _latest(self) -> str:
         """The tag that DeepSpeed's own `latest` names; empty if there is none. Rank 0 looks for all."""
+        names = [LATEST, f"{LATEST}_universal"]
+        if self._engine.load_universal_checkpoint():
+            names.reverse()
 
         def read() -> bytes:
-            for name in (LATEST, f"{LATEST}_universal"):
+            for name in names:
                 if (self._save_dir / name).is_file():
                     return (self._save_dir / name).read_bytes()[:MAX_TAG_BYTES]
             return b""
@@ -330,10 +400,7 @@ class CheckpointEngine:
         """
         if self._own_wanted or not tag:
             return
-        place = self._save_dir / tag
-        if not named or collectives.share(
-            self._group, lambda: b"1" if place.is_dir() and any(place.iterdir()) else b""
-        ):
+        if not named or self._stand(tag):
             raise self._unasked(tag)
 
     def _unasked(self, tag: str) -> UsageError:
@@ -355,11 +422,6 @@ class CheckpointEngine:
             path.touch()
         return [str(path) for path in held]
 
-    def _version_of(self, tag: Any) -> Version | None:
-        """The newest durable version of the step that a tag of DeepSpeed's own form names; None if there is none."""
-        step = _step_of(str(tag or ""))
-        return None if step is None else self._checkpointer.version_of(step - 1)
-
     def _all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
         """The model files of a tag: those that are held, else those that stand."""
         return self._shown or self._get_all_names(checkpoints_path, tag)
@@ -376,6 +438,27 @@ def _step_of(tag: str) -> int | None:
     """The step of a tag in DeepSpeed's own form."""
     number = tag.removeprefix("global_step")
     return int(number) if number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS else None
+
+
+def _text_of(path: Path) -> str | None:
+    """Return what a small file says: empty if there is none, None if nobody can tell."""
+    try:
+        return path.read_bytes()[:MAX_TAG_BYTES].decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError:
+        return None
+
+
+def _are_gone(paths: Iterable[Path]) -> bool:
+    """Removes files; returns whether none of them is there any more."""
+    try:
+        for path in paths:
+            path.unlink(missing_ok=True)
+    except OSError:
+        logger.warning("a file of an earlier save cannot be removed", exc_info=True)
+        return False
+    return True
 
 
 def _has_pipeline(engine: Any) -> bool:

@@ -142,8 +142,18 @@ class NativeWriter:
         try:
             self._waiting.put(native, timeout=self.timeout_s)
         except queue.Full:
-            self.left_out = f"those of earlier saves were not written within {self.timeout_s:g} s"
-            logger.warning("the framework's own files of a save are left out: %s", self.left_out)
+            self.leave_out(f"those of earlier saves were not written within {self.timeout_s:g} s")
+
+    def leave_out(self, reason: str) -> None:
+        """The files of the last save are not tried; the next `flush` says so."""
+        self.left_out = reason
+        logger.warning("the framework's own files of a save are left out: %s", reason)
+
+    def settle(self) -> bool:
+        """Return whether everything that was put has been tried, after a wait of at most twice `timeout_s`."""
+        tried = self._waiting.all_tasks_done
+        with tried:
+            return tried.wait_for(lambda: not self._waiting.unfinished_tasks, 2 * self.timeout_s)
 
     def flush(self) -> None:
         """Waits until everything that was put is written.
@@ -168,6 +178,8 @@ class NativeWriter:
             except Exception as error:  # top of the thread; training goes on, holdfast's own version stands
                 logger.exception("the framework's own files were not written")
                 self.failed = f"{type(error).__name__}: {error}"
+            self._waiting.task_done()
+        self._waiting.task_done()
 
     def _write(self, native: Native) -> None:
         for path, tree in native.files.items():

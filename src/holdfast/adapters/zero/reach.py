@@ -8,6 +8,8 @@
     look.local        path of a number or text under a name of a function -> its token: nobody can set it
     look.data         path of a tensor, an array, a list of plain values -> its token, and whether it has texts
     look.unknown      objects that cannot be looked into, of which nobody knows whether they keep something
+    look.born         path of an object that is nothing but attributes, and is held where another can be put -> its class by name
+    look.kinds        name of a class -> the class, of such objects and of classes of the user; None if two have the name
     look.places       path of every object that was looked at, by its `id`
     look.unsure       what may hold a place that nobody can read: iterators, generators, files
 
@@ -108,7 +110,7 @@ _KNOWN = sys.stdlib_module_names | {
     "pandas", "sklearn", "skimage", "PIL", "cv2", "einops", "timm", "transformers", "tokenizers", "datasets",
     "safetensors", "accelerate", "peft", "huggingface_hub", "diffusers", "sentencepiece", "tiktoken", "lightning",
     "pytorch_lightning", "triton", "flash_attn", "xformers", "bitsandbytes", "matplotlib", "seaborn", "tqdm", "rich",
-    "yaml", "click", "typer", "omegaconf", "hydra", "absl", "attr", "attrs", "pydantic", "msgspec", "packaging",
+    "boto3", "botocore", "fsspec", "s3fs", "gcsfs", "smart_open", "yaml", "click", "typer", "omegaconf", "hydra", "absl", "attr", "attrs", "pydantic", "msgspec", "packaging",
     "psutil", "requests", "wandb", "tensorboard", "tensorboardX", "mlflow", "h5py", "zarr", "pyarrow", "lmdb",
     "numba", "xxhash", "holdfast",
 }  # fmt: skip
@@ -168,22 +170,37 @@ class Look:
     local: dict[str, tuple[str, str]] = field(default_factory=dict)
     data: dict[str, tuple[object, bool]] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
+    born: dict[str, tuple[str, str, str | int]] = field(default_factory=dict)
+    kinds: dict[str, type | None] = field(default_factory=dict)
 
     def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
-        """Sets plain values as a version has them, where they are in this look.
+        """Sets plain values as a version has them, where they are in this look, and makes objects that are not there.
 
         Raises:
-            KeyError: there is no place for one.
+            KeyError: there is no place for one, or no class.
         """
-        for path, owner, key, value in rows:
+        for path, owner, key, value, *kind in rows:
             leaf = self.leaves.get(path)
-            if leaf is not None:
+            if kind:
+                self._make(path, owner, key, kind[0])
+            elif leaf is not None:
                 leaf.put(held_arrays.brought(value, leaf.held))
             else:
                 self.owners[owner].put(key, held_arrays.brought(value))
         for path, owner, key in gone:
             if path in self.leaves:
                 self.owners[owner].drop(key)
+
+    def _make(self, path: str, owner: str, key: str | int, kind: str) -> None:
+        """Makes an object without attributes, of a class that the script has already used before its loop."""
+        if path in self.born and self.born[path][0] == kind:
+            return
+        made = self.kinds[kind]
+        if made is None:
+            raise KeyError(kind)
+        thing: Any = object.__new__(made)
+        self.owners[owner].put(key, thing)
+        self.owners[path] = _attributes(thing)
 
 
 class Reach:
@@ -228,6 +245,7 @@ class Reach:
         hidden: frozenset[str] | None = None,
         local: Mapping[str, Any] | None = None,
         carried: Mapping[str, Any] | None = None,
+        home: str = "",
     ) -> Look:
         """Returns what is there now.
 
@@ -239,6 +257,7 @@ class Reach:
             hidden: names of the script itself that are not looked at; by default those that the loop sets, if it stands there.
             local: names that loops set, which functions in them may hold too; by default those of the innermost.
             carried: names that are set anew by a restart; by default those that the loop carries.
+            home: name of the module in which the loop stands; empty: it stands in the script itself.
         """
         if local is None:
             local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
@@ -256,6 +275,7 @@ class Reach:
             walk.share(name, value)
         for number, thing in enumerate(self._kept):
             walk.inside(names.get(id(thing), f"kept{number}"), thing)
+        self._at_home(walk, home)
         for number, (path, scope) in enumerate(frames):
             self._visit(walk, path, scope, without=frozenset() if number else self._sets)
         for name in self._in_order(main):
@@ -272,6 +292,21 @@ class Reach:
             kind = "set in a script that pops, by an order that cannot be read,"
             walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
         return walk.found
+
+    def _at_home(self, walk: _Walk, home: str) -> None:
+        """Looks at the module in which the loop stands, as at the script itself; if it stands in one."""
+        if not home:
+            return
+        module = sys.modules[home]
+        walk.found.owners[home] = _attributes(module)
+        names = vars(module)
+        for name in self._in_order(names):
+            if not name.startswith("__"):
+                walk.visit(
+                    f"{home}.{name}", names[name], asks=ALL if name in self._used else NOTHING, hold=(home, name)
+                )
+                if name in self._used:
+                    walk.foreign(f"{home}.{name}", names[name])
 
     def _visit(
         self, walk: _Walk, path: str, scope: Mapping[str, Any], *, without: frozenset[str] = frozenset()
@@ -547,7 +582,7 @@ class _Walk:
             self.found.fixed[path] = (kind.__qualname__, repr(value))
             self._extra(path, value, asks)
         elif not (self._bytes(path, value) or self._random(path, value, hold) or self._code(path, value, asks)):
-            self._object(path, value, asks)
+            self._object(path, value, asks, hold)
 
     def _extra(self, path: str, value: Any, asks: int) -> None:
         """Looks at what a class of the user's adds to one of a library."""
@@ -591,7 +626,7 @@ class _Walk:
             return False
         return True
 
-    def _object(self, path: str, value: Any, asks: int) -> None:
+    def _object(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         kind = type(value)
         self.found.fixed[path] = kind.__qualname__
         within = min(asks, NO_PLACE)
@@ -613,14 +648,31 @@ class _Walk:
         elif isinstance(value, Dataset | Sampler):
             self._instance(path, value, within)
         elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users_object(value):
+            self._note_born(path, value, hold)
             self._instance(path, value, asks)
         elif not isinstance(value, STANDING):
-            self._of_library(path, value, asks)
+            self._of_library(path, value, asks, hold)
 
-    def _of_library(self, path: str, value: Any, asks: int) -> None:
+    def _note_born(self, path: str, value: Any, hold: tuple[str, str | int]) -> None:
+        """Notes an object of which another one with the same attributes can be made and put in its place."""
+        kind = type(value)
+        if not is_attributes(value):
+            return
+        name = self._note_kind(kind)
+        if hold[0] in self.found.owners:
+            self.found.born[path] = (name, *hold)
+
+    def _note_kind(self, kind: type) -> str:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        if self.found.kinds.setdefault(name, kind) is not kind:
+            self.found.kinds[name] = None
+        return name
+
+    def _of_library(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         """Looks at an object of an unknown class of a library, if there is nothing in it but attributes."""
         kind = type(value)
         if asks and is_attributes(value):
+            self._note_born(path, value, hold)
             self._instance(path, value, NO_PLACE)
             if asks == ALL and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
                 self.found.unknown.append((path, kind.__qualname__))
@@ -798,6 +850,8 @@ class _Walk:
             others = {key: part for key, part in vars(value).items() if key[:1] != "_" and key not in members}
             self.keys(path, {**others, **members}, _attributes(value), asks=asks)
             return
+        if _is_of_python(value):
+            self._note_kind(value)
         shown: dict[str, Any] = {}
         for key, part in vars(value).items():
             if isinstance(part, staticmethod | classmethod):

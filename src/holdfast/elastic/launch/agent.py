@@ -799,6 +799,7 @@ class Agent(RendezvousAgent):
             version=self._current.version,
             jobs=dict(self._jobs),
             anew=bool(self._unfit),
+            text=self._program.text,
         )
 
     def _worker_slots(self) -> list[WorkerSlot]:

@@ -358,7 +358,7 @@ def run_script(order: RunOrder) -> None:
     if order.is_module:
         main_module.run_module(order.arguments[0])
     else:
-        main_module.run_path(order.arguments[0])
+        main_module.run_path(order.arguments[0], text=order.text.encode("latin-1") if order.text else None)
 
 
 def _end_now() -> None:
@@ -416,7 +416,10 @@ def _end_of_child(error: BaseException | None) -> int:
 def _code_of(error: BaseException) -> int:
     """Return the exit code that Python would end with, as a parent sees it: of a signal, its number below zero."""
     if isinstance(error, SystemExit):
-        return (error.code or 0) & 0xFF if isinstance(error.code, int | None) else 1
+        code = error.code or 0
+        if not isinstance(code, int):
+            return 1
+        return code & 0xFF if abs(code) < 1 << 63 else 0xFF  # Python takes what is no `long` of C for -1
     return -signal.SIGINT if type(error) is KeyboardInterrupt else 1
 
 

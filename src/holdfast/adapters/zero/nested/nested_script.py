@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.adapters.zero.script import (
@@ -171,6 +171,25 @@ def find_nested(source: str) -> Nest | str:
         _rewrite(tree, loop, site)
     ast.fix_missing_locations(tree)
     return nest
+
+
+def facts(nest: Nest, others: Sequence[ast.Module]) -> Nest:
+    """Returns the same loops, with what other parts of the program, in modules of their own, say of clocks, files and graphs."""
+    nodes = [node for tree in others for node in ast.walk(tree)]
+    words = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in nodes
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    return replace(
+        nest,
+        pops=nest.pops or "pop" in words,
+        reads_clock=nest.reads_clock or bool(words & CLOCKS),
+        clocked=nest.clocked.union(*map(clock_names, others)),
+        reads_files=nest.reads_files
+        or any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
+        retains=nest.retains or any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in nodes),
+    )
 
 
 class _Turns(ast.NodeTransformer):

@@ -346,8 +346,8 @@ def _is_same(saved: Any, now: Any) -> bool:
 
 def differing(saved: Sequence[Sequence[Any]], now: Changed) -> str:
     """Returns the path of a value that is not as it was saved; empty if all are."""
-    there = {row[0]: value_codec.encode(row[3]) for row in saved}
-    here = {row[0]: value_codec.encode(row[3]) for row in now.rows}
+    there = {row[0]: value_codec.encode(list(row[3:])) for row in saved}
+    here = {row[0]: value_codec.encode(list(row[3:])) for row in now.rows}
     return next((path for path in (*there, *here) if there.get(path) != here.get(path)), "")
 
 
