@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,6 +178,35 @@ def test_a_disk_that_hangs_ends_the_restore_by_name(
         checkpointer = make(Model(), close_timeout_s=0.3)
         with pytest.raises(StorageBusy, match="nothing was read for") as caught:
             checkpointer.restore()
+    assert str(tmp_path / "job") in str(caught.value)
+    leave(checkpointer)
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "holdfast reading":
+            thread.join(60)
+    assert make(Model()).restore() == STEPS, "nothing is held against the version"
+
+
+@pytest.mark.parametrize("what", ["read", "listing"])
+def test_a_disk_that_hangs_before_a_version_is_chosen_ends_the_restore_by_name(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    """Rank 0 lists versions and reads their manifests; all ranks wait for it."""
+    trained(make)
+    goes_on, hanging, real = threading.Event(), threading.Event(), getattr(LocalBackend, what)
+
+    def hang(self: LocalBackend, *args: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "holdfast reading":
+            hanging.set()
+            assert goes_on.wait(120)
+        return real(self, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalBackend, what, hang)
+        checkpointer = make(Model(), close_timeout_s=0.3)
+        with pytest.raises(StorageBusy, match="nothing was read for") as caught:
+            checkpointer.restore()
+    assert hanging.is_set()
     assert str(tmp_path / "job") in str(caught.value)
     leave(checkpointer)
     goes_on.set()
