@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -199,3 +200,13 @@ def test_a_script_that_sets_up_logging_is_heard_and_ours_too(
     logging.getLogger("script").info("two")
     logging.getLogger("holdfast.elastic").warning("three")
     assert capsys.readouterr().err.splitlines() == ["ours one", "theirs two", "theirs three"]
+
+
+def test_the_package_that_is_run_is_made_anew_although_it_was_installed(stage: ScriptSandbox) -> None:
+    """`pip install .` and `-m project.train`: what is under work is the user's own, and no library."""
+    module = ModuleType("project.data")
+    module.__file__ = "/opt/lib/python3.11/site-packages/project/data.py"
+    stage.enter(RunOrder(1, dict(os.environ), ("project.train",), is_module=True))
+    assert stage._is_users("project.data", module)
+    stage.enter(RunOrder(2, dict(os.environ), ("script.py",)))
+    assert not stage._is_users("project.data", module)

@@ -51,7 +51,7 @@ class ScriptLauncher:
         path = order.arguments[0]
         found: Loop | Nest | OwnLoops | str
         try:
-            source = Path(path).read_text(encoding="utf-8")
+            source = order.text.encode("latin-1").decode() if order.text else Path(path).read_text(encoding="utf-8")
             found = _found(source)
             if found == NO_LOOP:
                 found = find_in_modules(path, source) or found

@@ -13,7 +13,7 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from holdfast.base.config import Config
 from holdfast.base.errors import CorruptError, KeeperNotStarted, StorageFull, UsageError, VersionNotFound
@@ -26,6 +26,7 @@ from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Topology, Version
 from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER
 from holdfast.core.scheduling.cadence import Cadence
+from holdfast.core.versions import step_numbers
 from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.rpc.client import Assembly
 from holdfast.keeper.rpc.paths import absolute_root, place_of
@@ -91,8 +92,24 @@ class Job:
         return Lineage(dict(self.assembly.lineage))
 
     def version(self, step: int) -> Version:
-        """`step` of this incarnation."""
-        return Version(self.incarnation, step)
+        """`step` of this incarnation.
+
+        Raises:
+            UsageError: no version can be named by it.
+        """
+        return Version(self.incarnation, whole_number(step))
+
+
+def whole_number(step: SupportsIndex) -> int:
+    """Return a step as a plain number.
+
+    Raises:
+        UsageError: it is none, or no version can be named by it.
+    """
+    number = step_numbers.as_number(step)
+    if isinstance(number, step_numbers.Reason):
+        raise UsageError(number.what, remedy=number.remedy)
+    return number
 
 
 @dataclass(frozen=True, slots=True)

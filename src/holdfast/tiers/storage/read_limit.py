@@ -4,7 +4,7 @@ No read of such a place can be ended: its thread stays until the kernel answers.
 daemons, and the one that waits gives up when nothing arrived for long. What arrives later is dropped: a thread that was
 given up writes to nothing but a buffer of its own.
 
-Called by `checkpoint.restore.storage_source` and `checkpoint.restore.tensor_fill`.
+Called by `checkpoint.restore.storage_source`, `checkpoint.restore.tensor_fill` and `checkpoint.restore.version_vote`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReadLimit:
         self._num_writing = 0
         self._is_over = False
 
-    def moved(self, num_bytes: int) -> None:  # noqa: ARG002 - however many they are
+    def moved(self, num_bytes: int) -> None:  # noqa: ARG002 - a callback that others count bytes with
         """Takes that something arrived."""
         self._moved_s = time.monotonic()
 
