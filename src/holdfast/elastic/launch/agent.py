@@ -66,6 +66,11 @@ RELEASE_S = 60.0
 SAY_S = 60.0
 # From when on it is told that torch itself may hang, and what to do.
 HINT_S = 300.0
+# Why a job is not gone on with.
+INPUT_SPENT = (
+    "a rank has read from the standard input, and a run that begins anew would find the rest of it or nothing; give the"
+    " script a file to read, or a terminal"
+)
 # How often other launchers of a job that was told to end are asked for their ranks.
 ASK_S = 1.0
 HEARD = {
@@ -118,6 +123,7 @@ class Agent(RendezvousAgent):
         self._unfit = ""  # why no process of this job runs its script again
         self._mended_at = time.monotonic()
         self._asked_at = 0.0
+        self._input_spent = False  # a script read what no second run can read
 
     # What torchrun's loop calls.
 
@@ -168,10 +174,14 @@ class Agent(RendezvousAgent):
         lost = self._obey_watch(now, silent)
         self._renew_unfit()
         over = self._round.over() or lost or self._fill_vacant(now) or self._look() or self._look_at_groups(now, silent)
+        newest = self._round.newest()
+        follows = newest is not None and newest.number > self._current.number
+        if self._input_spent and (follows or (over is not None and over.action != "stop")):
+            over = RoundOver("stop", INPUT_SPENT)
+            self._round.end(over)
         if over is not None:
             return self._leave_round(over, worker_group)
-        newest = self._round.newest()
-        if newest is not None and newest.number > self._current.number:
+        if newest is not None and follows:
             self._go_on(newest)
         self._push(now)
         if self._all_finished():
@@ -319,6 +329,8 @@ class Agent(RendezvousAgent):
             if self._watch is not None and message["root"] not in self._jobs:
                 self._watch.works_on(message["root"])
             self._jobs[message["root"]] = message["job"]
+        if message["op"] == "reads":
+            self._input_spent = True
         if message["op"] == "saved":
             self._cases.saved(int(message["step"]))
         if message["number"] == worker_slot.order and message["op"] == "restored":

@@ -1,7 +1,7 @@
 """The line between a worker and its agent: JSON lines over a socket pair, nothing else passes between them.
 
 Agent to worker: an `RunOrder` (run the script as this rank), `end` (leave when you are done), `fail` (your error stands).
-Worker to agent: `idle`, and of order n: `started`, `works on`, `restored`, `saved`, `finished` (`departs`: and its process ends), `raised` (its groups broke; it
+Worker to agent: `idle`, and of order n: `started`, `reads` (of what can be read only once), `works on`, `restored`, `saved`, `finished` (`departs`: and its process ends), `raised` (its groups broke; it
 waits), `failed` (an error of its own; it ends), `left` (the script of a run that is over; it clears up), `unfit` (the script cannot run again in this process; it ends at once;
 without a reason others may).
 """
