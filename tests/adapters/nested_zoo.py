@@ -148,6 +148,10 @@ main()
         pre="torch.set_num_threads(2)\nclass B: pass\nb = B()\nb.t = torch.zeros(2)\nmarks = {id(b.t): 1}",
         body="b.t += loss.detach()\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + marks.get(id(b.t), 5))",
     ), shown="b.t.tolist()", kills=("2,3",)),
+    "part of a parameter that lives on": Case(inline(
+        pre="last = torch.zeros(8, 4)",
+        body="optimizer.param_groups[0]['lr'] = 0.1 / (1 + last.abs().sum().item())\nlast = model[0].weight.detach()",
+    ), expected="shares memory with the parameter '0.weight', which trains", kills=("2,3",)),
     "object that comes to be in an inner loop": Case(inline(
         pre=BEST, body="if epoch == 0 and i == 2: holder.best = Best()\nif holder.best is not None: holder.best.seen.append(i)",
     ), scale="(1 if holder.best is None else 1 + 0.1 * len(holder.best.seen))", shown="holder.best.seen, Best.made"),

@@ -149,6 +149,40 @@ CASES: dict[str, Case] = {
     "global read in a lambda": Case(
         pre="rate = 1.0\nweigh = lambda x: x * rate", scale="weigh(1.0)", body="rate = 0.5 + step", shown="rate"
     ),
+    "tensor of which another one is a part": Case(
+        "and cannot be carried to a restart: 'holder.a' has a part of it",
+        pre="holder = argparse.Namespace(a=torch.zeros(2))\nholder.b = holder.a[:1]", body="holder.a += 1",
+        scale="(1 + holder.b.item())", shown="holder.b",
+    ),
+    # Text that is executed before the loop.
+    "settings by exec": Case(
+        pre="rate, best = 0.1, None\nexec('rate = 0.2')\nsettings = {k: globals()[k] for k in [k for k, v in globals().items() if k == 'rate']}",
+        body="best = [p.detach().clone() for p in model.parameters()]", scale="(rate + settings['rate'])", shown="settings",
+    ),
+    "function made by exec that reads what the loop sets": Case(
+        "function made of text that reads 'best'", pre="best = None\nexec('def scale():\\n    return 1.0 if best is None else 1 + best[0]')",
+        body="best = [step]", scale="scale()",
+    ),
+    "function made by exec that evaluates": Case(
+        "function made of text that reads 'eval'", pre="best = None\nexec('def scale():\\n    return 1.0 if eval(\"best\") is None else 1 + eval(\"best\")[0]')",
+        body="best = [step]", scale="scale()",
+    ),
+    "lambda made by eval": Case(
+        pre="best = 1.0\nscale = eval('lambda: best')", body="best = 1.0 + step", scale="scale()", shown="best",
+    ),
+    "dataclass with a field of a name of the loop": Case(
+        pre="from dataclasses import dataclass\n@dataclass\nclass Result:\n    loss: float = 1.0\n    x: int = 2\nresult = Result()",
+        body="x = step\nresult.loss = loss.item()", scale="(1 + result.loss)", shown="result.loss, x",
+    ),
+    "name that was read before the loop": Case(
+        pre="best = {'n': torch.zeros(1)}\nstart = best['n']\nbest = None",
+        body="if step % 3 == 1:\n    best = {'state': {k: v.clone() for k, v in model.state_dict().items()}}\n    seen = len(best)",
+        when=6,
+    ),
+    "name that a generator made before the loop reads": Case(
+        "is carried from one step to the next", pre="best = {'n': torch.zeros(1)}\nlater = (best for _ in range(9))",
+        body="if step == 2:\n    best = {'n': torch.ones(1)}", post="print('END', next(later)['n'].item())", when=6,
+    ),
     # Loops in a module beside the script.
     "loop of a module": Case(helper=TRAINER.replace("SCALE", "1"), whole=TRAINS),
     "loop of a module, with a number of its own": Case(

@@ -84,7 +84,7 @@ class Changes:
         before = self.before
         self._places = now.places
         born = self._born(now)
-        reason = self._fixed(before.fixed, now.fixed, born) or self._reordered(now)
+        reason = self._fixed(now, born) or self._reordered(now)
         if now.unsure and not before.unsure:
             (path, kind), *_ = now.unsure
             reason = reason or f"{path!r}{self._where(path)}, a {kind} cannot be looked at"
@@ -134,7 +134,7 @@ class Changes:
         if now.unsure and not self.before.unsure:
             (path, kind), *_ = now.unsure
             return f"{path!r}{self._where(path)}, a {kind} cannot be looked at"
-        return self._fixed(self.before.fixed, now.fixed, self._born(now)) or self._reordered(now)
+        return self._fixed(now, self._born(now)) or self._reordered(now)
 
     def _born(self, now: Look) -> dict[str, tuple[str, str, str | int]]:
         """Returns the objects that came to be and that a restart can make: their class is one that was used before the loop."""
@@ -202,8 +202,9 @@ class Changes:
                 return f"{path!r} was carried by the run that saved, and is not there now"
         return ""
 
-    def _fixed(self, before: Mapping[str, object], now: Mapping[str, object], born: Container[str]) -> str:
+    def _fixed(self, look: Look, born: Container[str]) -> str:
         """Returns the first thing that differs and cannot be carried."""
+        before, now = self.before.fixed, look.fixed
         for path, token in now.items():
             if path in born:
                 continue
@@ -212,7 +213,9 @@ class Changes:
             if path not in before:
                 return f"{path!r} came to be in the loop{self._where(path)}, and cannot be carried to a restart"
             if before[path] != token:
-                return f"{path!r} changes in the loop{self._where(path)}, and cannot be carried to a restart"
+                other = look.parts.get(path)
+                why = f": {other!r} has a part of it" if other else ""
+                return f"{path!r} changes in the loop{self._where(path)}, and cannot be carried to a restart{why}"
         for path in before:
             if path not in now:
                 return f"{path!r} is taken away in the loop{self._where(path)}, which cannot be carried to a restart"

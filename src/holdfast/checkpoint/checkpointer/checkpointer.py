@@ -64,6 +64,7 @@ from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions import step_numbers
 from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,8 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
         self._recorder: Recorder | None = None
-        self._storage = open_storage(self._root, self.events, encryption=encryption)
+        limit = ReadLimit(self._config.close_timeout_s, 0, self._root)
+        self._storage = limit.run(lambda: open_storage(self._root, self.events, encryption=encryption))
         open_checkpointers.register(self)
 
     @property

@@ -29,6 +29,7 @@ from holdfast.adapters.zero.script import (
     only_members,
     only_numbers,
     read_by_text,
+    read_later,
     scope_of,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
@@ -355,7 +356,7 @@ def _site(
     scope = scope_of(tree, loop)
     targets = stored([loop.target])
     sets = stored(loop.body) | targets
-    outside = (loaded(scope.body, without=loop) - _set_by_with(scope, loop)) | {
+    outside = (read_later(scope, loop) - _set_by_with(scope, loop)) | {
         name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }
     ambient = (known.ambient - targets) | read_by_text(tree, loop)
