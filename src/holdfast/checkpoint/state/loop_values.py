@@ -58,7 +58,7 @@ class CarriedPart(TransientPart):
         return _like(self.restored[name], value) if name in self.restored else value
 
     def keep(self) -> None:
-        """What was restored is what the next save has, if no step has told anything else."""
+        """Hand what was restored to the next save, if no step has told anything else."""
         self._value = self._value or dict(self.restored)
 
     def give(self, step: int, given: Mapping[str, Any]) -> None:
