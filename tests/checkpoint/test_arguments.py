@@ -87,3 +87,22 @@ def test_one_place_is_one_place_and_meant_from_here(
 def test_what_is_no_version_is_refused_by_what_it_is(version: Any, make: Make) -> None:
     with pytest.raises(UsageError, match="is not a version"):
         make(**Trainee().objects()).restore(version)
+
+
+@pytest.mark.parametrize("spelt", ["link", "url"])
+def test_who_starts_again_by_another_name_finds_what_is_in_memory(spelt: str, make: Make, tmp_path: Path) -> None:
+    trainee = Trainee()
+    checkpointer = make(**trainee.objects(), path=tmp_path / "job", linger_s=60.0)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(4).wait("captured", 60)
+    checkpointer.abandon()
+    (tmp_path / "latest").symlink_to(tmp_path / "job")
+    path = tmp_path / "latest" if spelt == "link" else f"file://{tmp_path}/job"
+    again = Trainee()
+    other = make(**again.objects(), path=path)
+    assert other.restore() == 5
+    assert again.fingerprint() == trainee.fingerprint()
+    other.save(5)
+    other.close()
+    assert open_storage(tmp_path / "job", Events()).versions() == [Version(2, 5)]

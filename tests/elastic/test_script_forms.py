@@ -80,6 +80,14 @@ def test_a_script_of_any_form_runs_as_in_python(tmp_path: Path, make: Callable[[
     assert done.stdout == expected.stdout, done.stderr[-2000:]
 
 
+def test_a_script_that_is_not_there_is_told_as_by_python(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN, "nothing.py"]
+    expected = subprocess.run([sys.executable, "nothing.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (expected.returncode, expected.stderr)
+    assert done.returncode == 2
+
+
 def test_pythonsafepath_keeps_the_directory_of_the_script_out(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[0].rpartition('/')[0] in sys.path)")
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import decimal
+import gc
 import importlib.util
 import logging
 import os
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.checkpoint.device import accelerator
+from holdfast.elastic.worker import library_settings
 from holdfast.elastic.worker import script_sandbox as stages
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.script_sandbox import ScriptSandbox
@@ -52,6 +55,28 @@ def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: ScriptSand
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
     assert not torch.is_anomaly_enabled()
+
+
+def test_switches_of_libraries_are_as_in_a_new_process(stage: ScriptSandbox) -> None:
+    """Those that change numbers, and those that change how long it takes or what is allowed."""
+    before = library_settings.LibrarySettings().switches
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_flush_denormal(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined, unused-ignore]
+    torch.sparse.check_sparse_tensor_invariants.enable()
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.set_warn_always(True)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    torch.distributions.Distribution.set_default_validate_args(False)
+    sys.setswitchinterval(0.5)
+    gc.set_threshold(10, 3, 3)
+    asyncio.run(asyncio.sleep(0))
+    changed = library_settings.LibrarySettings().switches
+    assert sum(one != two for one, two in zip(before, changed, strict=True)) == 10
+    again(stage)
+    assert library_settings.LibrarySettings().switches == before
+    assert torch.tensor(1e-42).mul(1.0).item() > 0
+    asyncio.get_event_loop_policy().get_event_loop().close()
 
 
 @pytest.mark.parametrize("told", [":lib", "lib:", "lib::other/../lib", ".", "lib"])

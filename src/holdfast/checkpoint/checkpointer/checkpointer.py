@@ -34,9 +34,10 @@ from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of
-from holdfast.checkpoint.checkpointer.session import Run
+from holdfast.checkpoint.checkpointer.session import Fleeting, Run
 from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
 from holdfast.checkpoint.checkpointer.storage_fallback import StorageFallback
+from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.sharding import as_patterns
 from holdfast.checkpoint.job import collectives, redundancy_warning
 from holdfast.checkpoint.job.bootstrap import Job, RestoreRequest, assemble, whole_number
@@ -63,6 +64,7 @@ from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions import step_numbers
 from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
 logger = logging.getLogger(__name__)
@@ -161,7 +163,8 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
         self._recorder: Recorder | None = None
-        self._storage = open_storage(self._root, self.events, encryption=encryption)
+        limit = ReadLimit(self._config.close_timeout_s, 0, self._root)
+        self._storage = limit.run(lambda: open_storage(self._root, self.events, encryption=encryption))
         open_checkpointers.register(self)
 
     @property
@@ -229,6 +232,8 @@ class Checkpointer:
         run.recorder.watch(self.bubbles)
         schedule_discovery.keep_to_waits(self.bubbles, saver.fence, link)
         self.last_restore = dataclasses.replace(report, info=state.info.restored)
+        if (fleeting := restorer.fleeting) is not None:
+            run.fleeting = Fleeting(fleeting, self.last_restore.info, ProcessRandomness().state_dict())
         open_checkpointers.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
         heartbeat.at_step(last)  # shown when it is told, not before
         return self._begin(run, report.version, restorer.recorded)
@@ -405,6 +410,7 @@ class Checkpointer:
 
         If an optimizer made a step after the last one that was reported, or somebody wrote other weights, its state is not
         here any more. Then the newest version that was saved is made durable, and the log says at level ERROR what that leaves out.
+        If no step was made since a restore from memory, what was restored is made durable.
 
         Copies to further places (`also_to`) are waited for until `close_timeout_s` is over (10 s after a SIGTERM or a stop file),
         and the log says how far they are.
@@ -760,6 +766,8 @@ class Checkpointer:
             last = self._save(run, run.state_step, Level.DURABLE)
         elif (whole := run.whole) is not None:
             last = self._raise_level(run, whole, Level.DURABLE)
+        elif run.fleeting is not None and last is None:
+            last = self._keep_restored(run, run.fleeting, changed)
         if not changed and run.lower.closing(run):
             last = self._save(run, run.state_step, Level.DURABLE)
         if last is not None:
@@ -773,6 +781,26 @@ class Checkpointer:
             remedy = "report a step behind the last optimizer step, and close before other weights are loaded"
             why = f"{changed} after it was reported; {remedy}" if changed else given_up
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
+
+    def _keep_restored(self, run: Run, restored: Fleeting, changed: str) -> SaveHandle:
+        """No step was made since a restore from memory, which ends with the job: what was restored becomes durable.
+
+        Raises:
+            LevelNotReached: it is not here any more.
+        """
+        step = restored.version.step
+        if changed:
+            try:  # the others need not wait for it
+                run.link.require().abandon(run.job.version(step), changed)
+            except KeeperLost:
+                run.link.unannounced.add(run.job.version(step))
+            raise LevelNotReached(
+                f"{restored.version} was restored from memory and is in no storage, and {changed} since",
+                remedy="start again within minutes: memory still holds it; report the steps that are made, or close without any",
+            )
+        run.at(step)
+        with restored.around(run.state):
+            return self._save(run, step, Level.DURABLE)
 
     def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
         self._closed = True

@@ -30,6 +30,7 @@ from holdfast.core.versions import step_numbers
 from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.rpc.client import Assembly
 from holdfast.keeper.rpc.paths import absolute_root, place_of
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
@@ -150,16 +151,16 @@ def assemble(
     # In the middle of a run a path that refuses may come back; at its first start the operator wants to know at once.
     patience = WaitLimit(config.close_timeout_s if known else 0.0)
     required = asked.required and not known
+    limit = ReadLimit(config.close_timeout_s, 0, storage.where)
     occupy = partial(_occupy, storage, config.run_id, known=known, required=required)
-    job_id, trouble = json.loads(wait_for_storage.share(group, occupy, patience))
+    job_id, trouble = json.loads(wait_for_storage.share(group, partial(limit.run, occupy), patience))
     open_checkpointers.wish.works_on(absolute_root(root), job_id)
     first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
     no_keeper = _connect(group, link, first=first, required=config.require_memory)
     addresses = () if no_keeper else _addresses(group, topology, link)
     seen = _seen(group, job_id, link)
-    registered = json.loads(
-        wait_for_storage.share(group, lambda: _register(storage, seen, trouble, asked.wish), patience)
-    )
+    register = partial(_register, storage, seen, trouble, asked.wish)
+    registered = json.loads(wait_for_storage.share(group, partial(limit.run, register), patience))
     kept = Cadence.parse(config.keep_every)
     assembly = Assembly(
         incarnation=registered["incarnation"],

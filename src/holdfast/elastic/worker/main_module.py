@@ -28,6 +28,19 @@ STDIN = "-"
 _AS_PYTHON: dict[str, Any] = {"__builtins__": builtins, "__annotations__": {}}
 
 
+class UnreadableScript(SystemExit):
+    """Ends a process whose script cannot be opened as Python does: with 2, and one line instead of a traceback."""
+
+    def __init__(self, path: str, error: OSError) -> None:
+        super().__init__(2)
+        self._text = f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}"
+        sys.stderr.write(f"{sys.executable}: {self._text}\n")
+
+    def __str__(self) -> str:
+        """Return what the launcher tells as the first error."""
+        return self._text
+
+
 class Loader(SourceFileLoader):
     """Loads a script, from a changed tree or from a text that was read before if there is one; nothing is cached."""
 
@@ -39,7 +52,10 @@ class Loader(SourceFileLoader):
         """Return the compiled script."""
         source = self._tree if self._tree is not None else self._text
         if source is None:
-            source = self.get_data(self.path)
+            try:
+                source = self.get_data(self.path)
+            except OSError as error:
+                raise UnreadableScript(self.path, error) from error
         return compile(source, self.path, "exec", dont_inherit=True)  # type: ignore[no-any-return, unused-ignore]
 
 
@@ -113,8 +129,11 @@ def _is_compiled(path: str) -> bool:
         return True
     if not os.path.isfile(path):
         return False
-    with open(path, "rb") as file:
-        return file.read(2) == MAGIC_NUMBER[:2]
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) == MAGIC_NUMBER[:2]
+    except OSError:
+        return False  # whoever loads it tells
 
 
 def clear(before: ModuleType) -> None:

@@ -2,7 +2,7 @@
 
 The directory belongs to us alone (0700) or is refused. It holds the socket, the lock that elects the keeper, the lock
 that lets one of several starters spawn, and the log. The keeper removes all of it when it ends. Computing RuntimePaths
-touches nothing; `make` creates it.
+follows the links of the root and touches nothing; `make` creates it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,13 @@ def absolute_root(root: str) -> str:
     return root if "://" in root or not root else os.path.abspath(os.path.expanduser(root))
 
 
+def _real_root(root: str) -> str:
+    """Return a directory as it is called without links: who starts again by another name finds what is in memory."""
+    path = absolute_root(root.removeprefix("file://"))
+    return path if "://" in path or not path else os.path.realpath(path)
+
+
 def job_digest(root: str, run_id: str) -> str:
-    """Identity of the job: 16 hex digits of blake2b over the absolute root and the run id."""
-    text = f"{absolute_root(root)}\n{run_id}".encode()
+    """Identity of the job: 16 hex digits of blake2b over the root and the run id, however the root is spelt (links, `file://`)."""
+    text = f"{_real_root(root)}\n{run_id}".encode()
     return hashlib.blake2b(text, digest_size=8).hexdigest()
