@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import forked
+from holdfast.testing.contracts.adapter_processes import keepers_under
+from keepers_kit import wait_ended
 
 WORKER = Path(__file__).with_name("rejoin_worker.py")
 LOOP = Path(__file__).with_name("crash_loop_worker.py")
@@ -142,9 +144,17 @@ def test_a_step_that_always_fails_gets_an_older_version_once_and_then_stops_the_
         "--nproc-per-node=2",
         "--max-restarts=50",
     ]
-    done = subprocess.run(
-        [*command, str(LOOP), str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
-    )
+    try:
+        done = subprocess.run(
+            [*command, str(LOOP), str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+        )
+    finally:  # a job that stops leaves its keeper to whoever comes next; here nobody does
+        keepers = keepers_under(runtime_dir)
+        for keeper in keepers:
+            keeper.terminate()
+        stayed = wait_ended(keepers)
+    assert keepers, "the keeper ended with the job"
+    assert not stayed
     assert done.returncode == 1
     starts = [(tmp_path / f"starts-{rank}").read_text().split() for rank in range(2)]
     assert starts == [["0", "6", "6", "5"]] * 2, done.stderr[-3000:]

@@ -183,6 +183,20 @@ def test_of_workers_that_tell_no_steps_running_for_a_while_is_progress() -> None
     assert mended(cases, 9.0, 0) is RecoveryAction.REPLACE
 
 
+def test_a_start_that_takes_long_is_no_progress_of_a_job_that_tells_steps() -> None:
+    """Else a step that always fails never got the older version: a large job loads for longer than that every time."""
+    cases, answers, now = IncidentTracker(Limits(failures=99)), [], 0.0
+    for _ in range(4):
+        answers.append(cases.judge(died(1, 6), now, [page(6)], {}))
+        cases.ordered(now, [0])
+        now += 3 * PROGRESS_S
+        cases.look(now, {0: page(0), 1: page(0)}, all_run=True)
+        cases.look(now + 1.0, {0: page(6), 1: page(6)}, all_run=True)
+        now += 2.0
+    assert [answer.older for answer in answers] == [False, False, True, False]
+    assert answers[-1].action is RecoveryAction.STOP
+
+
 def test_recovery_cut_short_by_job_end_is_reported() -> None:
     cases = IncidentTracker(Limits())
     cases.judge(died(), 100.0, [page(9), page(9)], {"ranks": [1]})

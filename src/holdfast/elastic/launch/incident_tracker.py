@@ -143,7 +143,9 @@ class IncidentTracker:
         if not all_run:
             return told
         newest = max(map(step_of, readings.values()), default=-1)
-        if newest > self._best_step >= 0 or (newest < 0 and now - self._ordered_s > PROGRESS_S):
+        # Who told steps once and now tells none is still starting: that is no progress, however long it takes.
+        tells_none = newest < 0 and self._best_step < 0
+        if newest > self._best_step >= 0 or (tells_none and now - self._ordered_s > PROGRESS_S):
             self._ladder.progressed()
         self._best_step = max(self._best_step, newest)
         if now - self._ordered_s > RENEWED_S and self._saved > self._beyond:
