@@ -88,3 +88,25 @@ def test_the_module_is_imported_with_the_lines_and_then_as_it_is(
 
     assert not hasattr(anew, HOOK)
     sys.modules.pop("own_imported")
+
+
+def test_a_module_of_the_same_name_that_comes_first_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    (first / "own_twice.py").write_text("TRAINS = False\n")
+    (tmp_path / "own_twice.py").write_text(LOOP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(first))
+    loops = find_in_modules(str(tmp_path / "main.py"), "import own_twice")
+    assert loops is not None
+    finder = OwnFinder(loops, object())
+    finder.install()
+    try:
+        import own_twice
+
+        assert not own_twice.TRAINS
+        assert not hasattr(own_twice, HOOK)
+    finally:
+        finder.forget()

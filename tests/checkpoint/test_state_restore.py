@@ -181,6 +181,15 @@ def test_not_strict_the_state_of_a_parameter_that_differs_stays_with_it(
     given["optimizer"].step()
 
 
+def test_not_strict_a_value_that_stays_because_of_a_tensor_in_it_is_named() -> None:
+    source = {"extra": {"t": torch.ones(3), "best": 5}}
+    given = {"extra": {"t": torch.ones(4), "best": 0}}
+    record = restore(state_of(given), save(state_of(source)), strict=False)
+    assert given["extra"]["best"] == 0
+    assert [text.split(" ")[0] for text in record.misfit] == ["extra.t", "extra"]
+    assert "all of it stays as it is" in record.misfit[1]
+
+
 def test_not_strict_keeps_an_optimizer_that_the_checkpoint_does_not_know() -> None:
     given = objects()
     before = {p: s["exp_avg"].clone() for p, s in given["optimizer"].state.items()}

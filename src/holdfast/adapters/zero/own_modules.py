@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -120,9 +120,12 @@ class OwnFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return how the module is loaded; None for all others."""
-        del path, target
+        del target
         if fullname != self._found.name:
             return None
+        found = PathFinder.find_spec(fullname, path)
+        if found is None or os.path.realpath(found.origin or "") != os.path.realpath(self._found.path):
+            return None  # another module of this name comes first
         loader = _Loader(fullname, self._found.path, self._found.nest.tree, self._hook)
         within = [os.path.dirname(self._found.path)] if os.path.basename(self._found.path) == "__init__.py" else None
         return spec_from_file_location(fullname, self._found.path, loader=loader, submodule_search_locations=within)

@@ -292,6 +292,8 @@ class Loading:
         templates = templates or {}
         claimed = [self._claim_new(name, templates.get(name), device) for name in references(tree)]
         if not all(claimed):
+            if not self._strict:
+                self.misfit.append(f"{entry} (all of it stays as it is, for a tensor in it is left out)")
             return None
         self._ready[path] = tree
         return tree
