@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import pytest
 
 from holdfast.base.errors import LevelNotReached, StorageBusy
@@ -86,15 +85,18 @@ holdfast.Checkpointer(sys.argv[1], model=model).restore()
 
 @pytest.mark.slow
 def test_a_job_on_a_mount_that_hangs_ends_by_name(job: Path, tmp_path: Path) -> None:
-    """The launcher waits for it as well, to start the keeper of the path, and then goes on without one."""
+    """The launcher waits for it as well, to start the keeper of the path, and then goes on without one.
+
+    The mount lies beside the script, as a directory of checkpoints often does.
+    """
     script, settings = tmp_path / "train.py", tmp_path / "settings.toml"
     script.write_text(SCRIPT)
     settings.write_text(f"close_timeout_s = {LIMIT_S}\n")
     launch = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--nproc-per-node=2", "--max-restarts=0"]
     with HangingMount(job):
-        ended = forked.run(
+        ended = subprocess.run(
             [*launch, f"--checkpoint-dir={job}", str(script), str(job)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100,
             env=os.environ | {"HOLDFAST_CONFIG": str(settings)},
         )  # fmt: skip
     assert ended.returncode == 1
