@@ -43,6 +43,14 @@ TAIL = """
 die("end")
 print("END", {shown}, [p.tolist() for p in model.parameters()])
 """
+BEST = """
+class Best:
+    made = 0
+    def __init__(self, epoch=0):
+        Best.made += 1
+        self.epoch, self.seen = epoch, []
+holder = argparse.Namespace(best=None)
+"""
 # Killed in the first epoch, at its last step, behind it, in the third epoch, and behind the loops.
 KILLS = ("0,4", "0,6", "0,eval", "2,3", "2,6", "end")
 
@@ -140,6 +148,19 @@ main()
         pre="torch.set_num_threads(2)\nclass B: pass\nb = B()\nb.t = torch.zeros(2)\nmarks = {id(b.t): 1}",
         body="b.t += loss.detach()\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + marks.get(id(b.t), 5))",
     ), shown="b.t.tolist()", kills=("2,3",)),
+    "part of a parameter that lives on": Case(inline(
+        pre="last = torch.zeros(8, 4)",
+        body="optimizer.param_groups[0]['lr'] = 0.1 / (1 + last.abs().sum().item())\nlast = model[0].weight.detach()",
+    ), expected="shares memory with the parameter '0.weight', which trains", kills=("2,3",)),
+    "object that comes to be in an inner loop": Case(inline(
+        pre=BEST, body="if epoch == 0 and i == 2: holder.best = Best()\nif holder.best is not None: holder.best.seen.append(i)",
+    ), scale="(1 if holder.best is None else 1 + 0.1 * len(holder.best.seen))", shown="holder.best.seen, Best.made"),
+    "object that comes to be between loops": Case(inline(
+        pre=BEST, before="holder.best = Best(epoch)", body="holder.best.seen.append(i)",
+    ), scale="(1 + holder.best.epoch + 0.1 * len(holder.best.seen))", shown="holder.best.seen, Best.made"),
+    "object that comes to be behind an inner loop": Case(inline(
+        pre=BEST, behind="holder.best = Best(epoch) if holder.best is None or loss < 1 else holder.best",
+    ), scale="(1 if holder.best is None else 2 + holder.best.epoch)", shown="holder.best.epoch, Best.made"),
     "order of parameters by their identities": Case(inline(
         pre="marks = {id(p): k for k, p in enumerate(model.parameters())}",
         body="for p in model.parameters(): p.grad = None\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + marks[id(model[0].bias)])",

@@ -79,6 +79,8 @@ while True:
         break
 print('END', iter_num, float(best_val_loss))
 """
+# The same, with names that the loop reads by their text: then a dict of everything counts as read in the next turn.
+BY_TEXT = NANO.replace("'best_val_loss': best_val_loss}", "'config': {k: globals()[k] for k in config}}")
 REPLAY = f"""
 buffer, state, eps = collections.deque(maxlen=6), torch.randn(4), 1.0
 for step in range(16):
@@ -156,13 +158,14 @@ def run(net, opt, data, die):
     for epoch in range(4):
         for x, y in DataLoader(data, batch_size=4, shuffle=True):
             one(net, opt, x, y)
-        best *= 0.9
+        else:  # which zero lines do not understand
+            best *= 0.9
         die(epoch)
 """
 
 KEPT = {
-    "nanoGPT": (NANO, "7"),
-    "nanoGPT, behind the last step": (NANO, "11"),
+    "nanoGPT": (BY_TEXT, "7"),
+    "nanoGPT, behind the last step": (BY_TEXT, "11"),
     "replay buffer": (REPLAY, "9"),
     "early stopping with the best state": (EARLY, "4"),
     "attributes and a loop that sets one": (ATTRIBUTES, "2"),
@@ -235,6 +238,23 @@ def keepers(runtime_dir: Path) -> Iterator[None]:
 
 def ends(told: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in told.stdout.splitlines() if line.startswith("END")]
+
+
+@pytest.mark.usefixtures("keepers")
+@pytest.mark.timeout(240)
+def test_the_loop_of_nanogpt_is_kept_without_a_line(tmp_path: Path) -> None:
+    turns = NANO.replace("    die(iter_num)", "    sys.stderr.write(f'turn {iter_num}\\n')\n    die(iter_num)")
+    text, root = HEAD + turns + TAIL, str(tmp_path / "zero")
+    undisturbed = live(text, tmp_path / "undisturbed", "-")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    killed = live(text, tmp_path / "kept", root, "7")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = live(text, tmp_path / "kept", root, "7")
+    assert again.returncode == 0, again.stderr
+    assert "not kept" not in killed.stderr + again.stderr
+    assert ends(again) == ends(undisturbed)
+    assert "turn 11\n" in again.stderr
+    assert "turn 0\n" not in again.stderr, "it began anew"
 
 
 @pytest.mark.usefixtures("keepers")

@@ -25,7 +25,7 @@ SAMPLE = {
     "namespace that counts", "rare change that cannot be carried", "list that grows", "loader with a generator of its own",
     "del of an earlier name", "early stopping", "killed behind the loop, number of the loss", "killed behind the loop, loss as it is",
     "resumes by itself, far", "shorter at the second time", "loop in a function with nonlocal", "layer that is frozen later",
-    "gradients that are never cleared", "function of a module of the user's",
+    "gradients that are never cleared", "function of a module of the user's", "loop of a module",
     "dropout that decays", "model of a package beside the scripts", "annealing in a package beside the scripts",
     "function of an installed package that counts",
     "list in the user's optimizer", "loader of the user's with an iterator", "member of an enumeration that counts",

@@ -35,6 +35,56 @@ TAIL = """
 print("END", {shown}, [p.tolist() for p in model.parameters()])
 """
 
+# A class whose objects are made in the loop.
+BEST = (
+    "class Best:\n    made = 0\n    def __init__(self, loss):\n        Best.made += 1\n"
+    "        self.loss, self.steps, self.rows = loss, 1, [loss]\n"
+)
+
+# A module with a loop, and a script that calls it.
+TRAINER = """
+import os, sys
+import torch
+
+trained, seen = 0, 1
+
+def count():
+    global seen
+    seen += 1
+    return seen
+
+class Trainer:
+    def __init__(self, model, optimizer, loader, die, note=None):
+        self.model, self.optimizer, self.loader, self.die, self.note = model, optimizer, loader, die, note
+
+    def batch(self, x, epoch):
+        loss = self.model(x).square().mean() * SCALE
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def epoch(self, epoch):
+        number = 1
+        for i, (x,) in enumerate(self.loader):
+            sys.stderr.write(f"made {4 * epoch + i}\\n")
+            self.batch(x, epoch * number)
+            self.die(4 * epoch + i, 5)
+
+    def train(self):
+        global trained
+        trained += 1
+        for epoch in range(3):
+            self.epoch(epoch)
+"""
+TRAINS = """
+import helper
+from torch.utils.data import DataLoader, TensorDataset
+note = globals().get("note")
+trainer = helper.Trainer(model, optimizer, DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2, shuffle=True), die, note)
+trainer.train()
+print("END", [p.tolist() for p in model.parameters()])
+"""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -98,6 +148,117 @@ CASES: dict[str, Case] = {
     ),
     "global read in a lambda": Case(
         pre="rate = 1.0\nweigh = lambda x: x * rate", scale="weigh(1.0)", body="rate = 0.5 + step", shown="rate"
+    ),
+    "tensor of which another one is a part": Case(
+        "and cannot be carried to a restart: 'holder.a' has a part of it",
+        pre="holder = argparse.Namespace(a=torch.zeros(2))\nholder.b = holder.a[:1]", body="holder.a += 1",
+        scale="(1 + holder.b.item())", shown="holder.b",
+    ),
+    # Text that is executed before the loop.
+    "settings by exec": Case(
+        pre="rate, best = 0.1, None\nexec('rate = 0.2')\nsettings = {k: globals()[k] for k in [k for k, v in globals().items() if k == 'rate']}",
+        body="best = [p.detach().clone() for p in model.parameters()]", scale="(rate + settings['rate'])", shown="settings",
+    ),
+    "function made by exec that reads what the loop sets": Case(
+        "function made of text that reads 'best'", pre="best = None\nexec('def scale():\\n    return 1.0 if best is None else 1 + best[0]')",
+        body="best = [step]", scale="scale()",
+    ),
+    "function made by exec that evaluates": Case(
+        "function made of text that reads 'eval'", pre="best = None\nexec('def scale():\\n    return 1.0 if eval(\"best\") is None else 1 + eval(\"best\")[0]')",
+        body="best = [step]", scale="scale()",
+    ),
+    "lambda made by eval": Case(
+        pre="best = 1.0\nscale = eval('lambda: best')", body="best = 1.0 + step", scale="scale()", shown="best",
+    ),
+    "dataclass with a field of a name of the loop": Case(
+        pre="from dataclasses import dataclass\n@dataclass\nclass Result:\n    loss: float = 1.0\n    x: int = 2\nresult = Result()",
+        body="x = step\nresult.loss = loss.item()", scale="(1 + result.loss)", shown="result.loss, x",
+    ),
+    "name that was read before the loop": Case(
+        pre="best = {'n': torch.zeros(1)}\nstart = best['n']\nbest = None",
+        body="if step % 3 == 1:\n    best = {'state': {k: v.clone() for k, v in model.state_dict().items()}}\n    seen = len(best)",
+        when=6,
+    ),
+    "name that a generator made before the loop reads": Case(
+        "is carried from one step to the next", pre="best = {'n': torch.zeros(1)}\nlater = (best for _ in range(9))",
+        body="if step == 2:\n    best = {'n': torch.ones(1)}", post="print('END', next(later)['n'].item())", when=6,
+    ),
+    # Loops in a module beside the script.
+    "loop of a module": Case(helper=TRAINER.replace("SCALE", "1"), whole=TRAINS),
+    "loop of a module, with a number of its own": Case(
+        helper=TRAINER.replace("SCALE", "count()"), whole=TRAINS + "print('END', helper.seen)\n"
+    ),
+    "loop of a module, with a function of the script": Case(
+        helper=TRAINER.replace("SCALE", "self.note(epoch)"),
+        whole="total = 1.0\ndef note(epoch):\n    global total\n    total += 0.25\n    return total\n" + TRAINS + "print('END', total)\n",
+    ),
+    "loop of a module, with a list of a function of the script": Case(
+        helper=TRAINER.replace("SCALE", "len(self.rows.append(epoch) or self.rows)"),
+        whole=TRAINS.replace("trainer = ", "def main():\n    rows = []\n    global trainer\n    trainer = ").replace(
+            "trainer.train()", "    trainer.rows = rows\n    trainer.train()\n    print('END', rows)\nmain()"
+        ),
+    ),
+    "loop of a module, with an iterator of the module": Case(
+        "nobody can be sure what 'scales', a count",
+        helper="import itertools\nscales = itertools.count(1)\n" + TRAINER.replace("SCALE", "next(scales)"), whole=TRAINS,
+    ),
+    "loop of a module, with data of the module that is another at the second start": Case(
+        "'order' is another one than in the run that saved",
+        helper="import random\norder = random.Random().sample(range(100), 100)\n" + TRAINER.replace("SCALE", "len(order)"), whole=TRAINS,
+    ),
+    "loop of a module, whose version does not fit": Case(
+        "was made before the loop", helper=TRAINER.replace("SCALE", "(1 + epoch)").replace("        number = 1\n", "        number = int(os.environ.get('N', 1))\n"),
+        whole=TRAINS + "print('END', helper.trained)\n", again=(("N", "2"),),
+    ),
+    # Objects that come to be in the loop.
+    "object that comes to be": Case(
+        pre=BEST + "holder = argparse.Namespace(best=None)",
+        body="if step == 3:\n    holder.best = Best(loss.item())\nif step > 3:\n    holder.best.steps += 1; holder.best.rows.append(step)",
+        scale="(1 if holder.best is None else holder.best.steps + len(holder.best.rows))",
+        shown="vars(holder.best), Best.made", when=6,
+    ),
+    "object that is made anew in every step": Case(
+        pre=BEST + "holder = argparse.Namespace(best=None)", body="holder.best = Best(loss.item())",
+        scale="(1 if holder.best is None else 1 + holder.best.loss)", shown="vars(holder.best), Best.made",
+    ),
+    "object in an object that comes to be": Case(
+        pre=BEST + "holder = argparse.Namespace(best=None)",
+        body="if step == 3:\n    holder.best = Best(1.0); holder.best.inner = Best(2.0)\nif step > 3:\n    holder.best.inner.loss += 1",
+        scale="(1 if holder.best is None else holder.best.inner.loss)", shown="vars(holder.best.inner), Best.made",
+    ),
+    "object with slots that comes to be": Case(
+        pre="class Best:\n    __slots__ = ('loss',)\nholder = argparse.Namespace(best=None)",
+        body="if step == 3:\n    holder.best = Best(); holder.best.loss = 2.0",
+        scale="(1 if holder.best is None else holder.best.loss)", shown="holder.best.loss",
+    ),
+    "object that comes to be and goes": Case(
+        pre=BEST + "holder = argparse.Namespace(best=None)",
+        body="holder.best = Best(1.0) if step % 4 == 1 else None", scale="(2 if holder.best is None else 1)", shown="Best.made",
+        when=6,
+    ),
+    "object that comes to be under two names": Case(
+        "another name of", pre=BEST + "holder = argparse.Namespace(best=None, last=None)",
+        body="if step == 3:\n    holder.best = holder.last = Best(1.0)\nif step > 3:\n    holder.best.loss += 1",
+        scale="(1 if holder.last is None else holder.last.loss)", shown="holder.last.loss", when=6,
+    ),
+    "object that comes to be, of a class made in the loop": Case(
+        "'holder.best' came to be in the loop", pre="holder = argparse.Namespace(best=None)\ndef make():\n    class Best: loss = 3\n    return Best()",
+        body="if step == 3:\n    holder.best = make()", scale="(1 if holder.best is None else holder.best.loss)", when=6,
+    ),
+    "object that comes to be with a model": Case(
+        "came to be in the loop", pre=BEST + "holder = argparse.Namespace(best=None)",
+        body="if step == 3:\n    holder.best = Best(1.0); holder.best.model = copy.deepcopy(model)",
+        scale="(1 if holder.best is None else holder.best.model[0].weight.abs().sum().item())", when=6,
+    ),
+    "object that comes to be with a list of somebody else": Case(
+        "restart would make two of one", pre=BEST + "rows = [1.0]\nholder = argparse.Namespace(best=None)",
+        body="if step == 3:\n    holder.best = Best(1.0); holder.best.rows = rows\nif step > 3:\n    rows.append(1.0)",
+        scale="(1 if holder.best is None else len(holder.best.rows))", when=6,
+    ),
+    "object that comes to be with a hook": Case(
+        "hook", pre="class Scale:\n    def __init__(self, n): self.n = n\n    def __call__(self, m, i, o): return o * self.n\n"
+        "holder = argparse.Namespace(scale=None)",
+        body="if step == 3:\n    holder.scale = Scale(2.0); model.register_forward_hook(holder.scale)", when=6,
     ),
     "identity that lives on": Case(
         "holds the identity of 'model.", pre="last = 0", threads=2,

@@ -72,6 +72,57 @@ def test_what_came_after_the_last_step_is_not_saved_as_its_state(
     assert again.fingerprint() == states[last]
 
 
+def killed_behind_its_last_step(make: Make) -> Trainee:
+    """A job whose last step is in memory alone, as when it is killed before or in `close`."""
+    trainee = Trainee()
+    checkpointer = make(trainee, every="1", durable_every="0", linger_s=20.0)
+    checkpointer.restore()
+    checkpointer.carry("best", 9.0)
+    for step in range(3):
+        trainee.train()
+        checkpointer.step(step, best=float(step))
+    checkpointer.save(2).wait("captured", 60)
+    checkpointer.abandon()
+    return trainee
+
+
+def test_a_job_that_comes_back_to_its_end_makes_that_durable(make: Make, tmp_path: Path) -> None:
+    """The same command again finds all steps made, and its keeper ends with it."""
+    trainee, following = killed_behind_its_last_step(make), []
+    for _ in range(2):  # from memory, then from storage
+        following.append(Trainee())
+        checkpointer = make(following[-1], every="1", durable_every="0", linger_s=20.0)
+        assert checkpointer.restore() == 3
+        assert checkpointer.carry("best", 9.0) == 2.0
+        drawn = torch.rand(3)  # as who makes an iterator does
+        checkpointer.close()
+        assert stored(tmp_path) == [Version(2, 2)], "once, and not again where storage has it"
+    assert [each.fingerprint() for each in following] == [trainee.fingerprint()] * 2
+    assert [each.loader.position for each in following] == [trainee.loader.position] * 2
+    checkpointer = make(Trainee())
+    checkpointer.restore()
+    assert torch.equal(torch.rand(3), drawn), "random numbers too are as they were behind the last step"
+
+
+def test_a_state_that_came_back_from_memory_and_changed_is_no_end_in_silence(make: Make, tmp_path: Path) -> None:
+    trainee = killed_behind_its_last_step(make)
+    other = Trainee()
+    checkpointer = make(other, every="1", durable_every="0", linger_s=20.0)
+    checkpointer.restore()
+    other.train()
+    with pytest.raises(
+        LevelNotReached, match="was restored from memory and is in no storage, and an optimizer made a step"
+    ):
+        checkpointer.close()
+    assert stored(tmp_path) == []
+    again = Trainee()
+    checkpointer = make(again, every="1", durable_every="0", linger_s=1.0)
+    assert checkpointer.restore() == 3
+    assert again.fingerprint() == trainee.fingerprint()
+    checkpointer.close()
+    assert stored(tmp_path) == [Version(3, 2)]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_where_nothing_can_be_made_durable_close_says_so(
     make: Make,

@@ -398,3 +398,49 @@ def test_a_rank_that_was_not_saved_is_not_given_what_the_others_have_each_for_it
     told = load(save([state for state, _ in saved]), [state for state, _ in fresh])
     assert all(isinstance(error, MismatchError) for error in told)
     assert "missing in the checkpoint: rank2/optimizer.state_dict" in str(told[0])
+
+
+class Average(nn.Module):
+    """What no optimizer steps, and a parameter that one does."""
+
+    def __init__(self, weight: float, buffer: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), weight))
+        self.register_buffer("mean", torch.full((3,), buffer))
+
+
+def alone(rank: int, world_size: int, weight: float, buffer: float = 0.0) -> tuple[State, Average]:
+    """One rank's objects, which nothing shows to be anybody else's, after a step."""
+    model = Average(weight, buffer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    return State({"model": model, "optimizer": optimizer}, rank=rank, world_size=world_size), model
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_what_only_a_rank_that_is_no_more_has_learnt_is_refused_by_name(after: int) -> None:
+    """As experts that are spread by hand: each rank trains its own under one name."""
+    saved = save([alone(rank, 4, float(rank))[0] for rank in range(4)])
+    told = load(saved, [alone(rank, after, 9.0)[0] for rank in range(after)])
+    assert all(isinstance(error, MismatchError) for error in told)
+    for rank in range(after, 4):
+        assert f"model.weight of rank {rank}" in str(told[0])
+    fresh = [alone(rank, after, 9.0) for rank in range(after)]
+    told = load(saved, [state for state, _ in fresh], strict=False)
+    good(told)
+    assert any("model.weight: what rank 3 had is not used, and no other rank had the same" in row for row in told[0])
+    for rank, (_, model) in enumerate(fresh):
+        assert torch.equal(model.weight, alone(rank, 4, float(rank))[1].weight)
+
+
+def test_what_ranks_had_alike_may_go_with_them_and_buffers_go_with_a_word() -> None:
+    """As data parallelism by hand: the parameters are the same everywhere, and running means are not."""
+    saved = save([alone(rank, 4, 1.0, float(rank))[0] for rank in range(4)])
+    fresh = [alone(rank, 2, 9.0) for rank in range(2)]
+    told = load(saved, [state for state, _ in fresh])
+    good(told)
+    lost = [f"model.mean: what rank {rank} had is not used, and no other rank had the same" for rank in (2, 3)]
+    for rank, (_, model) in enumerate(fresh):
+        assert torch.equal(model.weight, alone(rank, 4, 1.0)[1].weight)
+        assert torch.equal(model.mean, torch.full((3,), float(rank)))
+        assert [row for row in told[rank] if row.startswith("model.")] == lost

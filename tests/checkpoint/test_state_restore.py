@@ -149,6 +149,47 @@ def test_not_strict_loads_what_fits_and_reports_the_rest() -> None:
     given["optimizer"].step()
 
 
+def classifier(classes: int, optimizer: str, *, steps: int) -> Objects:
+    torch.manual_seed(classes)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, classes))
+    made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(2, 4)).square().sum().backward()
+        made.step()
+    return {"model": model, "optimizer": made}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "Adafactor", "RMSprop"])
+@pytest.mark.parametrize(("saved", "here"), [(3, 5), (3, 1), (1, 3)])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_not_strict_the_state_of_a_parameter_that_differs_stays_with_it(
+    optimizer: str, saved: int, here: int, steps: int
+) -> None:
+    """As another head for other classes: moments of the old one have another shape, or one that broadcasts."""
+    source, given = classifier(saved, optimizer, steps=3), classifier(here, optimizer, steps=steps)
+    first, head = given["model"]
+    before = {p: {k: v.clone() for k, v in given["optimizer"].state[p].items()} for p in head.parameters()}
+    record = restore(state_of(given), save(state_of(source)), strict=False)
+    assert given["optimizer"].state[first.weight]["step"] == 3
+    for parameter, state in before.items():
+        now = given["optimizer"].state[parameter]
+        assert now.keys() == state.keys()
+        assert all(torch.equal(now[key], value) for key, value in state.items())
+    assert "optimizer.state.1.weight.step (its parameter differs)" in record.misfit
+    assert not record.not_used
+    given["model"](torch.ones(1, 4)).sum().backward()
+    given["optimizer"].step()
+
+
+def test_not_strict_a_value_that_stays_because_of_a_tensor_in_it_is_named() -> None:
+    source = {"extra": {"t": torch.ones(3), "best": 5}}
+    given = {"extra": {"t": torch.ones(4), "best": 0}}
+    record = restore(state_of(given), save(state_of(source)), strict=False)
+    assert given["extra"]["best"] == 0
+    assert [text.split(" ")[0] for text in record.misfit] == ["extra.t", "extra"]
+    assert "all of it stays as it is" in record.misfit[1]
+
+
 def test_not_strict_keeps_an_optimizer_that_the_checkpoint_does_not_know() -> None:
     given = objects()
     before = {p: s["exp_avg"].clone() for p, s in given["optimizer"].state.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.testing.faults.rig import start_hurtable
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage import read_limit
+from holdfast.tiers.storage.version_store import Storage
 from kit.checkpointers import Make, Trainee, kill_keeper, leave
 
 STEPS = 3
@@ -174,6 +176,32 @@ def test_a_disk_that_hangs_ends_the_restore_by_name(
     monkeypatch.setattr(read_limit, "SLOWEST_BYTES_PER_S", 1 << 40)
     with monkeypatch.context() as patched:
         patched.setattr(LocalBackend, "read_into", hang)
+        checkpointer = make(Model(), close_timeout_s=0.3)
+        with pytest.raises(StorageBusy, match="nothing was read for") as caught:
+            checkpointer.restore()
+    assert str(tmp_path / "job") in str(caught.value)
+    leave(checkpointer)
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "holdfast reading":
+            thread.join(60)
+    assert make(Model()).restore() == STEPS, "nothing is held against the version"
+
+
+@pytest.mark.parametrize("what", ["named", "manifest"])
+def test_a_disk_that_hangs_before_a_version_is_chosen_ends_the_restore_by_name(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    """Rank 0 lists versions and reads their manifests; all ranks wait for it."""
+    trained(make)
+    goes_on, real = threading.Event(), getattr(Storage, what)
+
+    def hang(self: Storage, *args: Any) -> Any:
+        assert goes_on.wait(20)
+        return real(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Storage, what, hang)
         checkpointer = make(Model(), close_timeout_s=0.3)
         with pytest.raises(StorageBusy, match="nothing was read for") as caught:
             checkpointer.restore()

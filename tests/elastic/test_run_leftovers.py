@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import forked
+from holdfast.base.installed import is_users_own
 
 # A run of a script in a process of its own, and what is left of it then.
 RUN = """
@@ -121,3 +122,57 @@ def test_what_cannot_be_put_back_is_found(tmp_path: Path, what: str) -> None:
         pytest.skip("one processor cannot be made fewer")
     (left,) = run(tmp_path, FOUND[what])
     assert what in left
+
+
+# Counts the runs in modules that lie elsewhere than the script.
+ELSEWHERE = """
+import sys
+sys.path.insert(0, sys.argv[0] + ".lib")
+import state, space.counts
+for module in (state, space.counts):
+    module.SEEN.append(1)
+    assert len(module.SEEN) == 1, module.__name__
+"""
+
+
+def test_modules_of_the_users_are_made_anew_wherever_they_lie(tmp_path: Path) -> None:
+    """A library of a project lies beside the scripts, not below them; a namespace has no file of its own."""
+    home = tmp_path / "script.py.lib"
+    (home / "space").mkdir(parents=True)
+    for name in ("state.py", "space/counts.py"):
+        (home / name).write_text("SEEN = []")
+    assert run(tmp_path, ELSEWHERE) == ["", ""]
+
+
+def test_compiled_modules_of_the_users_are_found(tmp_path: Path) -> None:
+    """What a module of C keeps is not made anew with it, and few can be loaded twice."""
+    import _bisect
+    import shutil
+
+    home = tmp_path / "script.py.lib"
+    home.mkdir()
+    shutil.copy(_bisect.__file__, home / ("_mine" + "".join(Path(_bisect.__file__).suffixes)))
+    text = """
+import importlib.machinery, importlib.util, glob
+spec = importlib.util.spec_from_file_location("_bisect", glob.glob(sys.argv[0] + ".lib/_mine*")[0])
+sys.modules["_mine"] = importlib.util.module_from_spec(spec)
+"""
+    (left,) = run(tmp_path, text)
+    assert "compiled modules of its own: _mine" in left
+
+
+@pytest.mark.parametrize(
+    ("place", "home", "expected"),
+    [
+        ("/w/scripts/utils.py", "/w/scripts", True),
+        ("/w/src/project/data.py", "/w/scripts", True),
+        ("/w/scripts/.venv/lib/python3.11/site-packages/library/a.py", "/w/scripts", False),
+        ("/opt/lib/python3.11/site-packages/library/a.py", "/w/scripts", False),
+        ("/opt/lib/python3.11/site-packages/project/data.py", "/opt/lib/python3.11/site-packages/project", True),
+        ("/opt/lib/python3.11/site-packages/library/a.py", "/opt/lib/python3.11/site-packages", False),
+        ("/train.py", "/", True),
+        (os.__file__, os.path.dirname(os.path.dirname(os.__file__)), False),
+    ],
+)
+def test_a_file_is_the_users_own_unless_it_was_installed(place: str, home: str, expected: bool) -> None:
+    assert is_users_own(place, home) is expected

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import decimal
+import gc
 import importlib.util
 import logging
 import os
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.checkpoint.device import accelerator
+from holdfast.elastic.worker import library_settings
 from holdfast.elastic.worker import script_sandbox as stages
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.script_sandbox import ScriptSandbox
@@ -51,6 +55,28 @@ def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: ScriptSand
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
     assert not torch.is_anomaly_enabled()
+
+
+def test_switches_of_libraries_are_as_in_a_new_process(stage: ScriptSandbox) -> None:
+    """Those that change numbers, and those that change how long it takes or what is allowed."""
+    before = library_settings.LibrarySettings().switches
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_flush_denormal(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined, unused-ignore]
+    torch.sparse.check_sparse_tensor_invariants.enable()
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.set_warn_always(True)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    torch.distributions.Distribution.set_default_validate_args(False)
+    sys.setswitchinterval(0.5)
+    gc.set_threshold(10, 3, 3)
+    asyncio.run(asyncio.sleep(0))
+    changed = library_settings.LibrarySettings().switches
+    assert sum(one != two for one, two in zip(before, changed, strict=True)) == 10
+    again(stage)
+    assert library_settings.LibrarySettings().switches == before
+    assert torch.tensor(1e-42).mul(1.0).item() > 0
+    asyncio.get_event_loop_policy().get_event_loop().close()
 
 
 @pytest.mark.parametrize("told", [":lib", "lib:", "lib::other/../lib", ".", "lib"])
@@ -199,3 +225,13 @@ def test_a_script_that_sets_up_logging_is_heard_and_ours_too(
     logging.getLogger("script").info("two")
     logging.getLogger("holdfast.elastic").warning("three")
     assert capsys.readouterr().err.splitlines() == ["ours one", "theirs two", "theirs three"]
+
+
+def test_the_package_that_is_run_is_made_anew_although_it_was_installed(stage: ScriptSandbox) -> None:
+    """`pip install .` and `-m project.train`: what is under work is the user's own, and no library."""
+    module = ModuleType("project.data")
+    module.__file__ = "/opt/lib/python3.11/site-packages/project/data.py"
+    stage.enter(RunOrder(1, dict(os.environ), ("project.train",), is_module=True))
+    assert stage._is_users("project.data", module)
+    stage.enter(RunOrder(2, dict(os.environ), ("script.py",)))
+    assert not stage._is_users("project.data", module)

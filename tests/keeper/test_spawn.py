@@ -209,6 +209,12 @@ def test_jobs_and_nodes_have_keepers_of_their_own(base: Path) -> None:
     assert len({place.socket for place in places}) == 4
     assert job_digest("ck", "r") == job_digest(os.path.abspath("ck"), "r")
     assert job_digest("s3://x/y", "r") == job_digest("s3://x/y", "r")
+    (base / "link").symlink_to(base / "a")
+    (base / "above").symlink_to(base, target_is_directory=True)
+    spelt = [str(base / "a"), f"file://{base}/a", str(base / "link"), str(base / "above" / "a"), f"{base}/x/../a"]
+    assert len({job_digest(each, "r") for each in spelt}) == 1  # not there yet
+    (base / "a").mkdir()
+    assert len({job_digest(each, "r") for each in spelt}) == 1
 
 
 def test_a_keeper_of_another_job_refuses(make_rig: MakeRig) -> None:

@@ -82,7 +82,7 @@ def _each_for_itself() -> None:
     original = Restorer._newest
 
     def newest(self: Restorer, wanted: Version | None) -> RestoreReport:
-        found, rank = version_vote.find(self._client, self._storage), self._job.group.rank
+        found, rank = version_vote.find(self._client, self._storage, timeout_s=self._timeout_s), self._job.group.rank
         own = [copy for copy in found.inventory.copies if copy.rank == rank]
         if not own:
             return original(self, wanted)

@@ -110,10 +110,10 @@ class StorageUnfit(StorageError):
 
 
 class StorageBusy(StorageError):
-    """An object store did not answer in time, or with an error that may pass. It was tried again; check its health."""
+    """Storage did not answer in time, or with an error that may pass. It was tried again; check its health."""
 
     code = "HF204"
-    advice = "check the object store's health and the network; it is tried again"
+    advice = "check the health of the storage and the network; it is tried again"
 
 
 class CorruptError(HoldfastError):

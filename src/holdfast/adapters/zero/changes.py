@@ -31,7 +31,8 @@ class Changed:
     """The part of a version that one step changed.
 
     Attributes:
-        rows: path, owner, key and value of each plain value that is not as it was.
+        rows: path, owner, key and value of each plain value that is not as it was; before these, with the name of its class
+            behind it, each object that came to be.
         gone: path, owner and key of each that is no longer there.
         reason: what can neither be carried nor be left out; empty if all is well.
     """
@@ -50,6 +51,7 @@ class Changes:
         members: names of sets whose order matters to nobody.
         before: how it was; by default how it is now.
         always: paths of plain values that are carried also where they are as they were.
+        home: name of the module in which the loop stands; empty: it stands in the script itself.
     """
 
     def __init__(
@@ -60,11 +62,13 @@ class Changes:
         *,
         before: Look | None = None,
         always: Container[str] = (),
+        home: str = "",
     ) -> None:
         self._look = look
         self._members = members
         self._lines = lines
         self._always = always
+        self._home = f"{home}." if home else ""
         self.before = before if before is not None else look()
         self._places = self.before.places
 
@@ -79,16 +83,17 @@ class Changes:
         """Returns what of this look differs from the beginning of the loop."""
         before = self.before
         self._places = now.places
-        reason = self._fixed(before.fixed, now.fixed) or self._reordered(now)
+        born = self._born(now)
+        reason = self._fixed(now, born) or self._reordered(now)
         if now.unsure and not before.unsure:
             (path, kind), *_ = now.unsure
             reason = reason or f"{path!r}{self._where(path)}, a {kind} cannot be looked at"
-        rows: list[list[Any]] = []
+        rows: list[list[Any]] = [[path, owner, key, None, kind] for path, (kind, owner, key) in born.items()]
         for path, leaf in now.leaves.items():
             was = before.leaves.get(path)
             if was is not None and was.token == leaf.token and path not in self._always:
                 continue
-            if was is None and leaf.owner not in before.owners:
+            if was is None and leaf.owner not in before.owners and leaf.owner not in born:
                 reason = (
                     reason or f"{path!r} came to be in the loop{self._where(path)}, and a restart has no place for it"
                 )
@@ -129,7 +134,17 @@ class Changes:
         if now.unsure and not self.before.unsure:
             (path, kind), *_ = now.unsure
             return f"{path!r}{self._where(path)}, a {kind} cannot be looked at"
-        return self._fixed(self.before.fixed, now.fixed) or self._reordered(now)
+        return self._fixed(now, self._born(now)) or self._reordered(now)
+
+    def _born(self, now: Look) -> dict[str, tuple[str, str, str | int]]:
+        """Returns the objects that came to be and that a restart can make: their class is one that was used before the loop."""
+        before = self.before
+        found: dict[str, tuple[str, str, str | int]] = {}
+        for path, (kind, owner, key) in now.born.items():  # an owner comes before what it holds
+            known = now.kinds.get(kind) is not None and before.kinds.get(kind) is now.kinds[kind]
+            if path not in before.fixed and known and (owner in before.owners or owner in found):
+                found[path] = (kind, owner, key)
+        return found
 
     def began(self, used: Container[str], bounds: Container[str], *, inside: bool = False) -> dict[str, str]:
         """Returns the numbers and texts, by path, that the loop reads and that stood before it began.
@@ -143,6 +158,7 @@ class Changes:
         for path, leaf in self.before.leaves.items():
             if inside and "()." in path:
                 path = path.partition("().")[2]
+            path = self._at_home(path)
             root = path.replace("[", ".").partition(".")[0]
             value = leaf.value() if root in used and path not in bounds and len(found) < MAX_BEGAN else None
             if type(value) in (bool, int, str) or (type(value) is float and value < CLOCK):
@@ -161,7 +177,7 @@ class Changes:
         """
         found: dict[str, dict[str, str]] = {}
         for path, (token, texts) in self.before.data.items():
-            place = path.partition("().")[2] if inside and "()." in path else path
+            place = self._at_home(path.partition("().")[2] if inside and "()." in path else path)
             root = place.replace("[", ".").partition(".")[0]
             if root in used and not (texts and clock):
                 found.setdefault(root, {})[place] = xxhash.xxh3_64_hexdigest(repr(token).encode())
@@ -173,22 +189,33 @@ class Changes:
                 tokens[root] = xxhash.xxh3_64_hexdigest(repr(sorted(parts.items())).encode())
         return tokens
 
+    def _at_home(self, path: str) -> str:
+        return path.removeprefix(self._home) if self._home else path
+
     def misses(self, rows: list[list[Any]]) -> str:
         """Returns why these values have no place here; empty if all have one."""
-        for path, owner, _, _ in rows:
-            if path not in self.before.leaves and owner not in self.before.owners:
+        born = {path: kind[0] for path, _, _, _, *kind in rows if kind}
+        for path, owner, _, _, *kind in rows:
+            if kind and self.before.kinds.get(kind[0]) is None:
+                return f"{path!r} was carried by the run that saved, and its class is not there now"
+            if path not in self.before.leaves and owner not in self.before.owners and owner not in born:
                 return f"{path!r} was carried by the run that saved, and is not there now"
         return ""
 
-    def _fixed(self, before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    def _fixed(self, look: Look, born: Container[str]) -> str:
         """Returns the first thing that differs and cannot be carried."""
+        before, now = self.before.fixed, look.fixed
         for path, token in now.items():
+            if path in born:
+                continue
             if before.get(path) != token and str(token).startswith(ANOTHER):
                 return f"{path!r} becomes {token} in the loop{self._where(path)}: a restart would make two of one"
             if path not in before:
                 return f"{path!r} came to be in the loop{self._where(path)}, and cannot be carried to a restart"
             if before[path] != token:
-                return f"{path!r} changes in the loop{self._where(path)}, and cannot be carried to a restart"
+                other = look.parts.get(path)
+                why = f": {other!r} has a part of it" if other else ""
+                return f"{path!r} changes in the loop{self._where(path)}, and cannot be carried to a restart{why}"
         for path in before:
             if path not in now:
                 return f"{path!r} is taken away in the loop{self._where(path)}, which cannot be carried to a restart"

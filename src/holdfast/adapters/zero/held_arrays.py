@@ -112,16 +112,29 @@ def span(value: Any) -> Span:
     return first, first + value.nbytes
 
 
-def overlapping(held: Mapping[str, Span], others: Iterable[Span]) -> set[str]:
-    """Returns the paths of those whose memory another one has a part of."""
-    spans = sorted([*((first, end, path) for path, (first, end) in held.items()), *((*part, "") for part in others)])
-    found: set[str] = set()
-    reached, owner = 0, ""
-    for first, end, path in spans:
+def overlapping(held: Mapping[str, Span], others: Iterable[tuple[Span, str]]) -> dict[str, str]:
+    """Returns those whose memory another one has a part of, with the name of that one.
+
+    Args:
+        held: where each lies, by its path.
+        others: where others lie, and what they are called.
+    """
+    spans = sorted(
+        [
+            *((first, end, path, True) for path, (first, end) in held.items()),
+            *((*part, name, False) for part, name in others),
+        ]
+    )
+    found: dict[str, str] = {}
+    reached, owner, is_held = 0, "", False
+    for first, end, path, mine in spans:
         if first == end:
             continue
         if first < reached:
-            found.update((path, owner))
+            if mine:
+                found.setdefault(path, owner)
+            if is_held:
+                found.setdefault(owner, path)
         if end > reached:
-            reached, owner = end, path
-    return found - {""}
+            reached, owner, is_held = end, path, mine
+    return found

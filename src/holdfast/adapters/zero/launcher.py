@@ -17,6 +17,7 @@ from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
 from holdfast.adapters.zero.nested.nested_loop import KeptLoops, Unfit
 from holdfast.adapters.zero.nested.nested_script import Nest, find_nested
+from holdfast.adapters.zero.own_modules import OwnFinder, OwnLoops, find_in_modules
 from holdfast.adapters.zero.proposed_lines import Proposer
 from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
 from holdfast.base import config
@@ -48,10 +49,12 @@ class ScriptLauncher:
             run_script(order)
             return
         path = order.arguments[0]
-        found: Loop | Nest | str
+        found: Loop | Nest | OwnLoops | str
         try:
-            source = Path(path).read_text(encoding="utf-8")
+            source = order.text.encode("latin-1").decode() if order.text else Path(path).read_text(encoding="utf-8")
             found = _found(source)
+            if found == NO_LOOP:
+                found = find_in_modules(path, source) or found
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
             found = ""  # Python tells what is wrong with it
         says = order.environment.get("RANK", "0") == "0"
@@ -83,14 +86,25 @@ class ScriptLauncher:
             Proposer.end_all()
             finder.remove()
 
-    def _run_nest(self, path: str, found: Nest, order: RunOrder, files: FileWatch) -> None:
+    def _run_nest(self, path: str, found: Nest | OwnLoops, order: RunOrder, files: FileWatch) -> None:
+        finder: OwnFinder | None = None
         try:
+            if isinstance(found, OwnLoops):
+                finder = OwnFinder(found, KeptLoops(found.nest, self._root, self._events, files, found.modules))
+                finder.install()
+                run_script(order)
+                return
             kept = KeptLoops(found, self._root, self._events, files)
             main_module.run_path(path, tree=found.tree, names={HOOK: kept})
             return
         except Unfit as error:
             reason = str(error)
             self._events.emit("script_refused", reason=reason)
+            if finder is not None:
+                finder.forget()
+        finally:
+            if finder is not None:
+                finder.remove()
         remedy = f"to begin anew with it, give another --checkpoint-dir, or remove {self._root}"
         if dist.is_available() and dist.is_initialized():
             raise MismatchError(f"this script cannot go on where it was: {reason}", remedy=remedy)

@@ -8,6 +8,9 @@
     look.local        path of a number or text under a name of a function -> its token: nobody can set it
     look.data         path of a tensor, an array, a list of plain values -> its token, and whether it has texts
     look.unknown      objects that cannot be looked into, of which nobody knows whether they keep something
+    look.born         path of an object that is nothing but attributes, and is held where another can be put -> its class by name
+    look.kinds        name of a class -> the class, of such objects and of classes of the user; None if two have the name
+    look.parts        path of a tensor or array that cannot be carried -> what else has a part of it
     look.places       path of every object that was looked at, by its `id`
     look.unsure       what may hold a place that nobody can read: iterators, generators, files
 
@@ -26,6 +29,7 @@ import collections
 import contextlib
 import datetime as dt
 import decimal
+import dis
 import enum
 import functools
 import io
@@ -67,6 +71,8 @@ from holdfast.tiers.format import values as value_codec
 
 # The token of what was reached before, by the path that follows.
 ANOTHER = "another name of"
+# What has a part of a tensor, where nobody knows more of it.
+SAVED = "an object that is saved"
 # Of a container of containers with more elements so many are looked at, of a larger tensor or array so many elements.
 MAX_ELEMENTS, MAX_BYTES, NUM_SPOTS = 16384, 64 << 20, 64
 MAX_DEPTH = 40
@@ -108,7 +114,7 @@ _KNOWN = sys.stdlib_module_names | {
     "pandas", "sklearn", "skimage", "PIL", "cv2", "einops", "timm", "transformers", "tokenizers", "datasets",
     "safetensors", "accelerate", "peft", "huggingface_hub", "diffusers", "sentencepiece", "tiktoken", "lightning",
     "pytorch_lightning", "triton", "flash_attn", "xformers", "bitsandbytes", "matplotlib", "seaborn", "tqdm", "rich",
-    "yaml", "click", "typer", "omegaconf", "hydra", "absl", "attr", "attrs", "pydantic", "msgspec", "packaging",
+    "boto3", "botocore", "fsspec", "s3fs", "gcsfs", "smart_open", "yaml", "click", "typer", "omegaconf", "hydra", "absl", "attr", "attrs", "pydantic", "msgspec", "packaging",
     "psutil", "requests", "wandb", "tensorboard", "tensorboardX", "mlflow", "h5py", "zarr", "pyarrow", "lmdb",
     "numba", "xxhash", "holdfast",
 }  # fmt: skip
@@ -117,6 +123,8 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 # Attributes that torch itself gives modules and parameters: of compiled ones, and of `fully_shard`, `replicate` and their like.
 # These follow the steps too; but for gradients that are not reduced yet, which are looked at.
 _OF_TORCH = ("_torchdynamo", "_dynamo_", "__composable_api_")
+# Functions that read names which no text shows.
+_BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}
 # What an optimizer hands out by its `state_dict`, or does not read in a step.
 _OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 
@@ -167,23 +175,39 @@ class Look:
     shared: dict[str, str] = field(default_factory=dict)
     local: dict[str, tuple[str, str]] = field(default_factory=dict)
     data: dict[str, tuple[object, bool]] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
+    born: dict[str, tuple[str, str, str | int]] = field(default_factory=dict)
+    kinds: dict[str, type | None] = field(default_factory=dict)
 
     def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
-        """Sets plain values as a version has them, where they are in this look.
+        """Sets plain values as a version has them, where they are in this look, and makes objects that are not there.
 
         Raises:
-            KeyError: there is no place for one.
+            KeyError: there is no place for one, or no class.
         """
-        for path, owner, key, value in rows:
+        for path, owner, key, value, *kind in rows:
             leaf = self.leaves.get(path)
-            if leaf is not None:
+            if kind:
+                self._make(path, owner, key, kind[0])
+            elif leaf is not None:
                 leaf.put(held_arrays.brought(value, leaf.held))
             else:
                 self.owners[owner].put(key, held_arrays.brought(value))
         for path, owner, key in gone:
             if path in self.leaves:
                 self.owners[owner].drop(key)
+
+    def _make(self, path: str, owner: str, key: str | int, kind: str) -> None:
+        """Makes an object without attributes, of a class that the script has already used before its loop."""
+        if path in self.born and self.born[path][0] == kind:
+            return
+        made = self.kinds[kind]
+        if made is None:
+            raise KeyError(kind)
+        thing: Any = object.__new__(made)
+        self.owners[owner].put(key, thing)
+        self.owners[path] = _attributes(thing)
 
 
 class Reach:
@@ -228,6 +252,7 @@ class Reach:
         hidden: frozenset[str] | None = None,
         local: Mapping[str, Any] | None = None,
         carried: Mapping[str, Any] | None = None,
+        home: str = "",
     ) -> Look:
         """Returns what is there now.
 
@@ -239,6 +264,7 @@ class Reach:
             hidden: names of the script itself that are not looked at; by default those that the loop sets, if it stands there.
             local: names that loops set, which functions in them may hold too; by default those of the innermost.
             carried: names that are set anew by a restart; by default those that the loop carries.
+            home: name of the module in which the loop stands; empty: it stands in the script itself.
         """
         if local is None:
             local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
@@ -252,10 +278,12 @@ class Reach:
         }
         if carried is None:
             carried = {name: scopes[0].get(name, main.get(name)) for name in self._carried}
+        walk.carried = frozenset(carried)
         for name, value in carried.items():
             walk.share(name, value)
         for number, thing in enumerate(self._kept):
             walk.inside(names.get(id(thing), f"kept{number}"), thing)
+        self._at_home(walk, home)
         for number, (path, scope) in enumerate(frames):
             self._visit(walk, path, scope, without=frozenset() if number else self._sets)
         for name in self._in_order(main):
@@ -266,12 +294,27 @@ class Reach:
         for path, scope in inner:
             self._visit(walk, path, scope)
         walk.settings()
-        walk.lone([*self._kept, *carried.values()])
+        walk.lone(self._kept, carried)
         walk.places()
         if self._pops or walk.pops:
             kind = "set in a script that pops, by an order that cannot be read,"
             walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
         return walk.found
+
+    def _at_home(self, walk: _Walk, home: str) -> None:
+        """Looks at the module in which the loop stands, as at the script itself; if it stands in one."""
+        if not home:
+            return
+        module = sys.modules[home]
+        walk.found.owners[home] = _attributes(module)
+        names = vars(module)
+        for name in self._in_order(names):
+            if not name.startswith("__"):
+                walk.visit(
+                    f"{home}.{name}", names[name], asks=ALL if name in self._used else NOTHING, hold=(home, name)
+                )
+                if name in self._used:
+                    walk.foreign(f"{home}.{name}", names[name])
 
     def _visit(
         self, walk: _Walk, path: str, scope: Mapping[str, Any], *, without: frozenset[str] = frozenset()
@@ -339,6 +382,7 @@ class _Walk:
         self._told = told
         self.found = Look()
         self.hidden = hidden
+        self.carried: frozenset[str] = frozenset()
         self._local = local
         self._is_users = is_users
         self._kept = {id(thing) for thing in kept}
@@ -347,7 +391,7 @@ class _Walk:
         self._holders: dict[int, tuple[str, str]] = {}  # mutable part of a plain value -> its path, and the value's
         self._alive: list[Any] = []
         self._made: list[tuple[str, Any]] = []  # plain values that are noted as data, with their paths
-        self._spans: list[held_arrays.Span] = []  # memory of tensors and arrays that cannot be carried
+        self._spans: list[tuple[held_arrays.Span, str]] = []  # memory of tensors and arrays that cannot be carried
         self.sets: list[str] = []
         self.pops = False  # whether a function of the user's pops something
         self._users_kinds: dict[type, bool] = {}
@@ -381,7 +425,7 @@ class _Walk:
             return
         if id(value) in self._seen:
             if self._paths.get(id(value), path) != path:
-                self._let_go(self._paths[id(value)])
+                self._let_go(self._paths[id(value)], path)
                 self.found.fixed[path] = f"{ANOTHER} {self._paths[id(value)]}"
             return
         self._seen[id(value)] = value
@@ -547,7 +591,7 @@ class _Walk:
             self.found.fixed[path] = (kind.__qualname__, repr(value))
             self._extra(path, value, asks)
         elif not (self._bytes(path, value) or self._random(path, value, hold) or self._code(path, value, asks)):
-            self._object(path, value, asks)
+            self._object(path, value, asks, hold)
 
     def _extra(self, path: str, value: Any, asks: int) -> None:
         """Looks at what a class of the user's adds to one of a library."""
@@ -591,7 +635,7 @@ class _Walk:
             return False
         return True
 
-    def _object(self, path: str, value: Any, asks: int) -> None:
+    def _object(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         kind = type(value)
         self.found.fixed[path] = kind.__qualname__
         within = min(asks, NO_PLACE)
@@ -613,14 +657,31 @@ class _Walk:
         elif isinstance(value, Dataset | Sampler):
             self._instance(path, value, within)
         elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users_object(value):
+            self._note_born(path, value, hold)
             self._instance(path, value, asks)
         elif not isinstance(value, STANDING):
-            self._of_library(path, value, asks)
+            self._of_library(path, value, asks, hold)
 
-    def _of_library(self, path: str, value: Any, asks: int) -> None:
+    def _note_born(self, path: str, value: Any, hold: tuple[str, str | int]) -> None:
+        """Notes an object of which another one with the same attributes can be made and put in its place."""
+        kind = type(value)
+        if not is_attributes(value):
+            return
+        name = self._note_kind(kind)
+        if hold[0] in self.found.owners:
+            self.found.born[path] = (name, *hold)
+
+    def _note_kind(self, kind: type) -> str:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        if self.found.kinds.setdefault(name, kind) is not kind:
+            self.found.kinds[name] = None
+        return name
+
+    def _of_library(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         """Looks at an object of an unknown class of a library, if there is nothing in it but attributes."""
         kind = type(value)
         if asks and is_attributes(value):
+            self._note_born(path, value, hold)
             self._instance(path, value, NO_PLACE)
             if asks == ALL and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
                 self.found.unknown.append((path, kind.__qualname__))
@@ -696,7 +757,7 @@ class _Walk:
     def _holds(self, path: str, value: Any, hold: tuple[str, str | int]) -> bool:
         """Tell whether a tensor or an array is one that can be carried; notes its memory in either case."""
         if hold[0] not in self.found.owners or not held_arrays.is_held(value):
-            self._spans.append(held_arrays.span(value))
+            self._spans.append((held_arrays.span(value), path))
             return False
         token = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
         put = functools.partial(self.found.owners[hold[0]].put, hold[1])
@@ -735,24 +796,27 @@ class _Walk:
         }
         self.keys(path, shown, _attributes(tensor), asks=NO_PLACE)
 
-    def _let_go(self, path: str) -> None:
+    def _let_go(self, path: str, other: str) -> None:
         """Takes a held value for one that must stay as it is: something else has a part of it."""
         leaf = self.found.leaves.get(path)
         if leaf is not None and (value := leaf.held) is not None:
             del self.found.leaves[path]
             self.found.fixed[path] = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
-            self._spans.append(held_arrays.span(value))
+            self._spans.append((held_arrays.span(value), path))
+            self.found.parts[path] = other
 
-    def lone(self, others: Iterable[Any]) -> None:
+    def lone(self, kept: Iterable[Any], carried: Mapping[str, Any]) -> None:
         """Leaves as plain values only those tensors and arrays whose memory nothing else has, of these and of what was seen."""
         held = {path: held_arrays.span(leaf.held) for path, leaf in self.found.leaves.items() if leaf.held is not None}
         if not held:
             return
-        spans = [span for thing in others for span in _memory_of(thing)]
-        spans += [span for part in self._seen.values() if isinstance(part, nn.Parameter) for span in _memory_of(part)]
-        spans += [(place, place + 1) for told in self._told.values() for place in told.memory if place]
-        for path in held_arrays.overlapping(held, [*self._spans, *spans]):
-            self._let_go(path)
+        spans = [(span, self._paths.get(id(thing), SAVED)) for thing in kept for span in _memory_of(thing)]
+        spans += [(span, name) for name, thing in carried.items() for span in _memory_of(thing)]
+        params = [part for part in self._seen.values() if isinstance(part, nn.Parameter)]
+        spans += [(span, self._paths.get(id(part), SAVED)) for part in params for span in _memory_of(part)]
+        spans += [((place, place + 1), SAVED) for told in self._told.values() for place in told.memory if place]
+        for path, other in held_arrays.overlapping(held, [*self._spans, *spans]).items():
+            self._let_go(path, other)
 
     def _function(self, path: str, value: types.FunctionType, asks: int) -> None:
         self.found.fixed[path] = f"{value.__module__}.{value.__qualname__}"
@@ -771,9 +835,18 @@ class _Walk:
         if home != "__main__":
             self.visit(home, sys.modules.get(home), asks=asks)
         else:
-            for name in sorted((_global_names(value.__code__) & value.__globals__.keys()) - self.hidden):
+            names = _global_names(value.__code__)
+            if value.__code__.co_filename != value.__globals__.get("__file__"):
+                self._made_of_text(path, value.__code__)
+            for name in sorted((names & value.__globals__.keys()) - self.hidden):
                 if not name.startswith("__"):
                     self.visit(name, value.__globals__[name], asks=asks, hold=("", name))
+
+    def _made_of_text(self, path: str, code: types.CodeType) -> None:
+        """Notes a function that `exec` made, if it reads a name that a loop sets: the text of the script does not show that."""
+        read = _loaded_names(code) & (self.hidden - self.carried | _BY_TEXT)
+        if self.hidden and read:
+            self.found.unsure.append((path, f"function made of text that reads {min(read)!r},"))
 
     def _cell(self, path: str, cell: types.CellType, asks: int) -> None:
         if id(cell) in self._seen:
@@ -798,6 +871,8 @@ class _Walk:
             others = {key: part for key, part in vars(value).items() if key[:1] != "_" and key not in members}
             self.keys(path, {**others, **members}, _attributes(value), asks=asks)
             return
+        if _is_of_python(value):
+            self._note_kind(value)
         shown: dict[str, Any] = {}
         for key, part in vars(value).items():
             if isinstance(part, staticmethod | classmethod):
@@ -825,7 +900,7 @@ class _Walk:
             for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
                 if hooks:
                     self._each(f"hooks of {path}.{name}", enumerate(hooks.values()), asks=ALL)
-            self._spans.append(held_arrays.span(local_of(tensor)))
+            self._spans.append((held_arrays.span(local_of(tensor)), f"{path}.{name}"))
             if id(tensor) not in self._seen and not kept:
                 self.found.fixed[f"{path}.{name}"] = _of_tensor(tensor)
             self._seen[id(tensor)] = tensor
@@ -1002,6 +1077,19 @@ def _global_names(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= _global_names(constant)
+    return found
+
+
+def _loaded_names(code: types.CodeType) -> set[str]:
+    """Returns the names of the module that a function reads or sets, without those of attributes."""
+    found = {
+        str(each.argval)
+        for each in dis.get_instructions(code)
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _loaded_names(constant)
     return found
 
 

@@ -18,7 +18,7 @@ and those that it may leave unset and that are read behind the loop. What every 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.checkpoint.usage.clock_names import last_name
@@ -39,6 +39,9 @@ READS = {"exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "o
 _FILLS = {"add", "discard", "remove", "update", "clear"}
 # Calls by which names are read that the text does not name.
 _BY_TEXT = {"globals", "locals", "eval", "exec"}
+# What may read a name later than where it stands.
+_LASTING = (Function, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
+_SCOPES = ("globals", "locals", "vars")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
     done = reader.body(loop.body)
     sets = stored(loop.body) | {target}
     # What the function of the loop declares to be somebody else's may be read anywhere.
-    outside = loaded(scope.body, without=loop) | {
+    outside = read_later(scope, loop) | {
         name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }
     early = reader.early | (known.ambient - {target}) | read_by_text(tree, loop)
@@ -197,18 +200,65 @@ def scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
     return found
 
 
+def read_later(scope: Scope, loop: ast.stmt) -> set[str]:
+    """Returns the names that are read around a loop or behind it, and by functions; not what was read once before it."""
+    place = next(index for index, part in enumerate(scope.body) if any(node is loop for node in ast.walk(part)))
+    lasting = [part for part in scope.body[:place] if any(isinstance(node, _LASTING) for node in ast.walk(part))]
+    return loaded([*lasting, *scope.body[place:]], without=loop)
+
+
 def read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:
-    """Returns the names with a value before the loop, if the script reads names in a way that its text does not show."""
+    """Returns the names with a value before the loop, if the script reads names in a way that its text does not show.
+
+    What is done once and for all before a loop of the script itself reads nothing of it: `exec(open("config.py").read())`. A function
+    that is made so is seen when it is looked at (`reach`).
+    """
+    done = {id(node) for node in _done_before(tree, loop)}
     calls = [
         (node.func.id, node.args)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and id(node) not in done
     ]
     if not any(name in _BY_TEXT or (name == "vars" and not arguments) for name, arguments in calls):
         return set()
     inside = {id(node) for node in ast.walk(loop)}
     names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in inside)
     return {node.id for node in names if isinstance(node.ctx, ast.Store)}
+
+
+def _done_before(tree: ast.Module, loop: ast.For) -> Iterator[ast.Call]:
+    """Yields the calls that have read all that they read before a loop begins: of statements of the script itself, above it."""
+    for statement in tree.body:
+        if any(node is loop for node in ast.walk(statement)):
+            return
+        if isinstance(statement, Function | ast.ClassDef | ast.For | ast.While):
+            continue
+        if any(
+            isinstance(node, Function | ast.Lambda | ast.ClassDef | ast.GeneratorExp) for node in ast.walk(statement)
+        ):
+            continue
+        for node in ast.walk(statement):
+            # Of `globals()` only an item is taken, or it is gone through: who kept it could read it later.
+            for value in _values_read(node):
+                if isinstance(value, ast.Call):
+                    yield value
+
+
+def _values_read(node: ast.AST) -> Iterator[ast.expr]:
+    found: ast.expr | None = None
+    if (isinstance(node, ast.Expr) and _is_call_of(node.value, ("exec",))) or (
+        isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+    ):
+        found = node.value
+    elif isinstance(node, ast.comprehension):
+        method = node.iter.func if isinstance(node.iter, ast.Call) else None
+        found = method.value if isinstance(method, ast.Attribute) else node.iter
+    if found is not None and _is_call_of(found, ("exec", *_SCOPES)):
+        yield found
+
+
+def _is_call_of(node: ast.expr, names: Container[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
 def only_numbers(scope: Scope, loop: ast.For, name: str) -> bool:

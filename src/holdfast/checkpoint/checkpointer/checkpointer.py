@@ -34,11 +34,13 @@ from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of
-from holdfast.checkpoint.checkpointer.session import Run
+from holdfast.checkpoint.checkpointer.session import Fleeting, Run
 from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
 from holdfast.checkpoint.checkpointer.storage_fallback import StorageFallback
+from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.entries.sharding import as_patterns
 from holdfast.checkpoint.job import collectives, redundancy_warning
-from holdfast.checkpoint.job.bootstrap import Job, RestoreRequest, assemble
+from holdfast.checkpoint.job.bootstrap import Job, RestoreRequest, assemble, whole_number
 from holdfast.checkpoint.job.keeper_link import KeeperLink, Origin
 from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
 from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
@@ -62,6 +64,7 @@ from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions import step_numbers
 from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
 logger = logging.getLogger(__name__)
@@ -85,8 +88,8 @@ class Checkpointer:
         scheduler: of learning rates; anything with `state_dict` and `load_state_dict`.
         scaler: of gradients; the same.
         loader: of data, as torchdata's `StatefulDataLoader`; the same.
-        replicated: glob patterns of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
-        exclude: glob patterns of names of parameters and buffers that are not saved (`model.base`), alike on all ranks. They
+        replicated: a glob pattern, or several, of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
+        exclude: a glob pattern, or several, of names of parameters and buffers that are not saved (`model.base`), alike on all ranks. They
             stay as the script makes them, so no optimizer may step them; `last_restore.left_out` names them.
         every: cadence of saves in memory, `10` (steps) or `"30s"`; default: the settings.
         durable_every: cadence of saves to storage, in the same form.
@@ -119,8 +122,8 @@ class Checkpointer:
         scheduler: Any = None,
         scaler: Any = None,
         loader: Any = None,
-        replicated: Sequence[str] = (),
-        exclude: Sequence[str] = (),
+        replicated: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         every: int | str | None = None,
         durable_every: int | str | None = None,
         overlap: bool | None = None,
@@ -142,7 +145,7 @@ class Checkpointer:
             "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "loader": loader, **objects
         }  # fmt: skip
         self._objects = {name: value for name, value in known.items() if value is not None}
-        self._replicated, self._exclude = tuple(replicated), tuple(exclude)
+        self._replicated, self._exclude = as_patterns(replicated), as_patterns(exclude)
         self._on_durable = on_durable
         self._signal = StopSignal(self._config.stop_file)
         self._pid = os.getpid()
@@ -160,7 +163,8 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
         self._recorder: Recorder | None = None
-        self._storage = open_storage(self._root, self.events, encryption=encryption)
+        limit = ReadLimit(self._config.close_timeout_s, 0, self._root)
+        self._storage = limit.run(lambda: open_storage(self._root, self.events, encryption=encryption))
         open_checkpointers.register(self)
 
     @property
@@ -228,6 +232,8 @@ class Checkpointer:
         run.recorder.watch(self.bubbles)
         schedule_discovery.keep_to_waits(self.bubbles, saver.fence, link)
         self.last_restore = dataclasses.replace(report, info=state.info.restored)
+        if (fleeting := restorer.fleeting) is not None:
+            run.fleeting = Fleeting(fleeting, self.last_restore.info, ProcessRandomness().state_dict())
         open_checkpointers.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
         heartbeat.at_step(last)  # shown when it is told, not before
         return self._begin(run, report.version, restorer.recorded)
@@ -264,7 +270,7 @@ class Checkpointer:
             carry: the values that `carry` was asked for, as the next step will find them; each rank its own.
 
         Raises:
-            UsageError: before `restore`, not later than the step before, or before the one that `restore` returned; other
+            UsageError: before `restore`, no whole number, not later than the step before, or before the one that `restore` returned; other
             values than those that `carry` was asked for; `prove` found what differs after a restart. SystemExit: after a SIGTERM, once the last save is durable.
         """
         if self.off:
@@ -272,7 +278,7 @@ class Checkpointer:
         if self._again is not None:
             self._again.again(step, carry, sys._getframe(1))
             return None
-        run = self._running()
+        run, step = self._running(), whole_number(step)
         one_more = run.observer.at(step, sys._getframe(1)) if run.observer is not None else False
         reason = step_numbers.why_not(step, newest=run.step, start=run.start, one_more=one_more)
         if reason is not None:
@@ -306,7 +312,7 @@ class Checkpointer:
         step: int,
         level: Level | str = "captured",
         *,
-        also_to: Sequence[str] = (),
+        also_to: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         info: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
         """Saves the state as it is now as the state after `step`. Every rank calls it, at the same step.
@@ -314,25 +320,25 @@ class Checkpointer:
         Returns when everything that may change is copied; `handle.wait()` blocks until `level` is reached.
 
         Args:
-            step: the step that is finished; restore() of this version returns the one after it.
+            step: the step that is finished, from 0; restore() of this version returns the one after it.
             level: `"captured"`, `"replicated"` or `"durable"`; durable makes the version due for storage.
-            also_to: more places, paths or URLs, that it is copied to once it is durable, which this makes the level.
+            also_to: one more place or several, paths or URLs, that it is copied to once it is durable, which this makes the level.
                 Rank 0 copies, each place in a thread of its own, and its `flush` and `on_durable` speak of all places.
                 Retention leaves the version alone until then. At most 8 versions wait for a place; the oldest gives way.
             info: values of the caller's own to keep beside the state (numbers, strings, bytes, lists, tuples, dicts), as they
                 are at the call, each rank its own; `holdfast inspect` shows them, `last_restore.info` has them. No tensors.
 
         Raises:
-            UsageError: before `restore`, an unknown level, a step before the last one saved, that one again after an
+            UsageError: before `restore`, an unknown level, a step that is no whole number, a step before the last one saved, that one again after an
                 optimizer's step, info that cannot be kept, or values are carried and `step` was not told them before.
         """
         if self.off:
             return never(step, as_level(level), f"{settings.DISABLE_VARIABLE} is set")
         if self._again is not None:
             return never(step, as_level(level), "the first steps are made again")
-        run = self._running()
+        run, step, places = self._running(), whole_number(step), _places(also_to)
         run.state.carried.require(step)
-        wanted = Level.DURABLE if also_to else as_level(level)
+        wanted = Level.DURABLE if places else as_level(level)
         with self._saves:
             if run.last is not None and step < run.last.version.step:
                 raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
@@ -343,7 +349,7 @@ class Checkpointer:
                 )
             run.at(step)
             with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
-                return self._save(run, step, wanted, also_to)
+                return self._save(run, step, wanted, places)
 
     @heartbeat.phase(Phase.SAVING)
     def flush(self, timeout_s: float | None = None) -> None:
@@ -404,6 +410,7 @@ class Checkpointer:
 
         If an optimizer made a step after the last one that was reported, or somebody wrote other weights, its state is not
         here any more. Then the newest version that was saved is made durable, and the log says at level ERROR what that leaves out.
+        If no step was made since a restore from memory, what was restored is made durable.
 
         Copies to further places (`also_to`) are waited for until `close_timeout_s` is over (10 s after a SIGTERM or a stop file),
         and the log says how far they are.
@@ -759,6 +766,8 @@ class Checkpointer:
             last = self._save(run, run.state_step, Level.DURABLE)
         elif (whole := run.whole) is not None:
             last = self._raise_level(run, whole, Level.DURABLE)
+        elif run.fleeting is not None and last is None:
+            last = self._keep_restored(run, run.fleeting, changed)
         if not changed and run.lower.closing(run):
             last = self._save(run, run.state_step, Level.DURABLE)
         if last is not None:
@@ -772,6 +781,26 @@ class Checkpointer:
             remedy = "report a step behind the last optimizer step, and close before other weights are loaded"
             why = f"{changed} after it was reported; {remedy}" if changed else given_up
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
+
+    def _keep_restored(self, run: Run, restored: Fleeting, changed: str) -> SaveHandle:
+        """No step was made since a restore from memory, which ends with the job: what was restored becomes durable.
+
+        Raises:
+            LevelNotReached: it is not here any more.
+        """
+        step = restored.version.step
+        if changed:
+            try:  # the others need not wait for it
+                run.link.require().abandon(run.job.version(step), changed)
+            except KeeperLost:
+                run.link.unannounced.add(run.job.version(step))
+            raise LevelNotReached(
+                f"{restored.version} was restored from memory and is in no storage, and {changed} since",
+                remedy="start again within minutes: memory still holds it; report the steps that are made, or close without any",
+            )
+        run.at(step)
+        with restored.around(run.state):
+            return self._save(run, step, Level.DURABLE)
 
     def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
         self._closed = True
@@ -812,3 +841,9 @@ class Checkpointer:
             run.link.require().abandon(version, "this rank was past the step when it was appointed")
         except KeeperLost:
             run.link.unannounced.add(version)
+
+
+def _places(also_to: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """Return further places as they are meant now: the script may go to another directory before they are written."""
+    given = (also_to,) if isinstance(also_to, str | os.PathLike) else also_to
+    return tuple(absolute_root(os.fspath(place)) for place in given)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver
+from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.pipeline.step_trace import Recorder
@@ -17,6 +20,7 @@ from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.checkpoint.usage.loop_observer import Observer
+from holdfast.core.model import Version
 
 
 class Levels(Protocol):
@@ -30,6 +34,33 @@ class Levels(Protocol):
 
     def close(self) -> None:
         """Lets go of what waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleeting:
+    """A version that `restore` loaded and that memory alone holds: a keeper that ends takes it along.
+
+    Attributes:
+        info: what its caller wrote beside it.
+        randomness: the random numbers of the process, as `restore` left them.
+    """
+
+    version: Version
+    info: Mapping[str, Any]
+    randomness: dict[str, Any]
+
+    @contextmanager
+    def around(self, state: State) -> Iterator[None]:
+        """A save within has what the version had beside the objects: random numbers, carried values and info."""
+        process = ProcessRandomness()
+        now = process.state_dict()
+        process.load_state_dict(self.randomness)
+        state.carried.keep()
+        try:
+            with state.info.beside(self.info, saved=False):
+                yield
+        finally:
+            process.load_state_dict(now)
 
 
 @dataclass(slots=True)
@@ -52,6 +83,7 @@ class Run:
     last: SaveHandle | None = None
     saved_steps: int = 0  # optimizer steps made until `last`
     observer: Observer | None = None
+    fleeting: Fleeting | None = None  # what `restore` loaded, if memory alone holds it
     recent: deque[SaveHandle] = field(default_factory=lambda: deque(maxlen=4))  # saves, given up or not
 
     @property

@@ -42,12 +42,14 @@ class Owner:
         fqn: its name in optimizer state: DCP's, without `model.`.
         group: ranks known to hold the same plain tensor, None if it is this rank's own or a DTensor.
         piece: what this rank holds of it, if something else than a DTensor cuts it.
+        entry: under which it is saved itself; empty where this rank holds nothing of it.
     """
 
     tensor: torch.Tensor
     fqn: str
     group: Group | None
     piece: Piece | None = None
+    entry: str = ""
 
     @property
     def is_elsewhere(self) -> bool:
@@ -92,13 +94,15 @@ class Collector:
         """
         live = self.layouts.live(name, tensor, group=group, late=late or id(tensor) in self._late, piece=piece)
         known = None if piece or isinstance(tensor, DTensor) else self.layouts.known(name, group)
-        self.owners.setdefault(id(tensor), Owner(tensor, name.removeprefix("model."), known, piece))
+        owner = Owner(tensor, name.removeprefix("model."), known, piece)
         if live is None:
+            self.owners.setdefault(id(tensor), owner)
             return None
         self.sources.append(tensor)
         local = live.local
         memory = (memory_of(local) if local.numel() else id(tensor), tuple(local.shape), local.stride(), local.dtype)
         first = self._by_memory.setdefault(memory, live.shard.name)
+        self.owners.setdefault(id(tensor), replace(owner, entry=first))
         if first == live.shard.name:
             self._add(live)
         else:
@@ -239,6 +243,10 @@ class Loading:
         self._tensors[shard.name] = tensor
         return True
 
+    def is_misfit(self, entry: str) -> bool:
+        """Return whether an entry was asked for that is there and differs."""
+        return entry in self._asked and entry in self.saved and entry not in self.targets
+
     def fill_repeated(self) -> None:
         """Fills tensors made by `expand` from what was loaded in their place: every element once."""
         for once, full in self._repeated:
@@ -284,6 +292,8 @@ class Loading:
         templates = templates or {}
         claimed = [self._claim_new(name, templates.get(name), device) for name in references(tree)]
         if not all(claimed):
+            if not self._strict:
+                self.misfit.append(f"{entry} (all of it stays as it is, for a tensor in it is left out)")
             return None
         self._ready[path] = tree
         return tree

@@ -71,17 +71,17 @@ class Layouts:
         self,
         rank: int,
         world_size: int,
-        replicated: Sequence[str],
+        replicated: str | Sequence[str],
         *,
-        exclude: Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         allocated: bool = True,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.allocated = allocated
         self.everyone: Group = tuple(range(world_size))
-        self._patterns = _with_all_below(replicated)
-        self._excluded = _with_all_below(exclude)
+        self._patterns = _with_all_below(as_patterns(replicated))
+        self._excluded = _with_all_below(as_patterns(exclude))
         self._layouts: dict[tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Layout] = {}
 
     def excludes(self, name: str) -> bool:
@@ -167,6 +167,11 @@ class Layouts:
         if key not in self._layouts:
             self._layouts[key] = _layout(name, *key)
         return self._layouts[key]
+
+
+def as_patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return patterns as a caller gives them: one string is one pattern, and not its letters, of which `*` matches all."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _with_all_below(patterns: Sequence[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from holdfast.base.config import Config
 from holdfast.base.errors import CorruptError, KeeperNotStarted, StorageFull, UsageError, VersionNotFound
@@ -26,9 +26,11 @@ from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Topology, Version
 from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER
 from holdfast.core.scheduling.cadence import Cadence
+from holdfast.core.versions import step_numbers
 from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.rpc.client import Assembly
 from holdfast.keeper.rpc.paths import absolute_root, place_of
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
@@ -91,8 +93,24 @@ class Job:
         return Lineage(dict(self.assembly.lineage))
 
     def version(self, step: int) -> Version:
-        """`step` of this incarnation."""
-        return Version(self.incarnation, step)
+        """`step` of this incarnation.
+
+        Raises:
+            UsageError: no version can be named by it.
+        """
+        return Version(self.incarnation, whole_number(step))
+
+
+def whole_number(step: SupportsIndex) -> int:
+    """Return a step as a plain number.
+
+    Raises:
+        UsageError: it is none, or no version can be named by it.
+    """
+    number = step_numbers.as_number(step)
+    if isinstance(number, step_numbers.Reason):
+        raise UsageError(number.what, remedy=number.remedy)
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +151,16 @@ def assemble(
     # In the middle of a run a path that refuses may come back; at its first start the operator wants to know at once.
     patience = WaitLimit(config.close_timeout_s if known else 0.0)
     required = asked.required and not known
+    limit = ReadLimit(config.close_timeout_s, 0, storage.where)
     occupy = partial(_occupy, storage, config.run_id, known=known, required=required)
-    job_id, trouble = json.loads(wait_for_storage.share(group, occupy, patience))
+    job_id, trouble = json.loads(wait_for_storage.share(group, partial(limit.run, occupy), patience))
     open_checkpointers.wish.works_on(absolute_root(root), job_id)
     first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
     no_keeper = _connect(group, link, first=first, required=config.require_memory)
     addresses = () if no_keeper else _addresses(group, topology, link)
     seen = _seen(group, job_id, link)
-    registered = json.loads(
-        wait_for_storage.share(group, lambda: _register(storage, seen, trouble, asked.wish), patience)
-    )
+    register = partial(_register, storage, seen, trouble, asked.wish)
+    registered = json.loads(wait_for_storage.share(group, partial(limit.run, register), patience))
     kept = Cadence.parse(config.keep_every)
     assembly = Assembly(
         incarnation=registered["incarnation"],

@@ -41,10 +41,15 @@ class WaitLimit:
         waited_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
         return f"waited {waited_s:.0f} s of {self.limit_s:g} s"
 
-    def pause(self) -> float:
-        """Returns the seconds to wait before it is asked for again; 0 if the time is over."""
+    def pause(self, asked_s: float | None = None) -> float:
+        """Returns the seconds to wait before it is asked for again; 0 if the time is over.
+
+        Args:
+            asked_s: when that was asked for which is missed, on the monotonic clock; now by default.
+        """
         now = time.monotonic()
-        self._since_s = now if self._since_s is None else self._since_s
+        first_s = now if asked_s is None else asked_s
+        self._since_s = first_s if self._since_s is None else self._since_s
         left_s = self._since_s + self.limit_s - now
         pause_s, self._pause_s = min(self._pause_s, left_s), min(2 * self._pause_s, MAX_PAUSE_S)
         return max(0.0, pause_s)
@@ -66,10 +71,11 @@ def share(group: Ranks, make: Callable[[], bytes], patience: WaitLimit) -> bytes
 
 
 def _attempt(make: Callable[[], bytes], patience: WaitLimit) -> bytes:
+    asked_s = time.monotonic()
     try:
         return _encoder.encode((0.0, make()))
     except HoldfastError as error:
-        pause_s = patience.pause() if error.retryable and not error.condemns else 0.0
+        pause_s = patience.pause(asked_s) if error.retryable and not error.condemns else 0.0
         if not pause_s:
             raise
         logger.warning("waiting: %s; %s", error, patience)

@@ -7,6 +7,7 @@ another layout the ranks are others, so for every path `x` a rank is offered, in
 2. what stands under the plain name; if several groups had the whole of it, all the same (compared when it is loaded);
 3. what single ranks had, if all that had it had the same: equal values, equal bytes (compared when they are loaded).
 
+What ranks had of their own that are no more is compared with what others keep, so that nothing trained goes without a word.
 Random numbers belong to one rank and are offered to no other. A tensor that was kept under one name and had another as well
 (tied weights) is offered under both, with its optimizer state. Pieces that overlap are alternatives; those on this node
 come first. Pure with regard to training; called by `checkpoint.restore.reshard`.
@@ -60,6 +61,7 @@ class Offer:
         values: by path, named as this rank would.
         origin: name of a value -> the rank whose own it was.
         ties: name -> another one, whose tensor is tied to it here and was saved besides; among its rivals.
+        gone: name -> what ranks that are no more had of their own beside what this rank had, by rank.
     """
 
     saved: dict[str, SavedTensor] = field(default_factory=dict)
@@ -68,6 +70,7 @@ class Offer:
     values: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, int] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+    gone: dict[str, dict[int, list[Place]]] = field(default_factory=dict)
 
     def tie(self, first: str, other: str) -> list[str]:
         """Note that what was saved under `other` is one tensor with `first` here: both must hold the same.
@@ -193,11 +196,17 @@ class Catalogue:
             self._owned_values.get(path, {}).values()
         )
 
-    def offer(self, rank: int, here: Collection[str]) -> Offer:
-        """Return what `rank` is offered. `here`: bundles that lie in memory of its node."""
+    def offer(self, rank: int, here: Collection[str], *, num_ranks: int) -> Offer:
+        """Return what `rank` of `num_ranks` is offered. `here`: bundles that lie in memory of its node."""
         offer = Offer()
         for path in {*self._plain, *self._owned}:
             self._offer_tensor(offer, rank, path, here)
+            if path not in self._plain and not self.is_random(path) and rank in (owned := self._owned[path]):
+                # Each of them is looked at by one rank.
+                gone = {owner: places for owner, places in owned.items() if owner >= num_ranks}
+                offer.gone[f"rank{rank}/{path}"] = {
+                    owner: places for owner, places in gone.items() if owner % num_ranks == rank
+                }
         for path in {*self._plain_values, *self._owned_values}:
             self._offer_value(offer, rank, path)
         return offer

@@ -7,8 +7,8 @@ In rounds that all ranks make together, each with a vote, so that a bad copy is 
    missing and what nobody takes;
 3. *read*: every chunk that lies in storage only, and that somebody needs, is read by one rank;
 4. *fetch*: each rank gets its chunks from its node, from a holder's memory, or from the node that read them;
-5. *fill*: proved and copied, as in the saved layout; what several ranks had of their own under one name, and what was two
-   tensors and is tied here, is compared.
+5. *fill*: proved and copied, as in the saved layout; what several ranks had of their own under one name, what was two
+   tensors and is tied here, and what ranks had that are no more, is compared.
 
 Nothing is applied here, and a round that fails leaves only tensors that the next attempt fills anew. Called by
 `checkpoint.restore.restorer`.
@@ -211,11 +211,17 @@ class OtherLayout:
     def _plan(self, choice: Choice, catalogue: Catalogue) -> Offer:
         home = self._facts.topology.node_of[self._group.rank]
         here = {name for name, held in choice.holders.items() if any(copy.node == home for copy in held)}
-        offer = catalogue.offer(self._group.rank, here)
+        offer = catalogue.offer(self._group.rank, here, num_ranks=self._group.world_size)
         self._loading = OtherLoading(self._state, catalogue, offer, strict=self._strict)
         self._state.plan(self._loading)
         for other, first in self._state.tied.items():
             self._loading.misfit += offer.tie(first, other)
+        # Of objects, and of what a save carries beside the state, it is told by object what is not used.
+        others = (*self._state.stateful, *_OF_THE_SAVE)
+        for name in [
+            name for name in offer.gone if catalogue.split(name)[1].startswith(tuple(f"{o}." for o in others))
+        ]:
+            del offer.gone[name]
         return offer
 
     def _judge(self, catalogue: Catalogue, offer: Offer) -> tuple[str, ...]:
@@ -342,14 +348,34 @@ class OtherLayout:
                 f"{', '.join(names[:5])}",
                 remedy="restore in the layout that was saved, or make them the same on all ranks first",
             )
-        return tuple(f"{path}: kept as it is here; the ranks that were saved had each their own" for path in kept)
+        lost = self._lost(scratch)
+        return (*(f"{path}: kept as it is here; the ranks that were saved had each their own" for path in kept), *lost)
+
+    def _lost(self, scratch: _Scratch) -> list[str]:
+        """Return what ranks had of their own that are no more, and no rank has now.
+
+        Raises:
+            MismatchError: strict, and an optimizer stepped it. On every rank.
+        """
+        told = collectives.gather_json(self._group, scratch.lost())
+        lost = sorted({(path, owner) for row in told for path, owner, _ in row})
+        trained = [
+            f"{path} of rank {owner}" for path, owner in sorted({(p, o) for row in told for p, o, late in row if late})
+        ]
+        if trained and self._strict:
+            raise MismatchError(
+                f"{len(trained)} entries that single ranks trained have no rank to go to: {', '.join(trained[:5])}",
+                remedy="restore with as many ranks as were saved, or with strict=False, which leaves out what they learnt",
+            )
+        return [f"{path}: what rank {owner} had is not used, and no other rank had the same" for path, owner in lost]
 
 
 class _Scratch:
-    """The tensors to fill, and memory for what rivals had, to be compared."""
+    """The tensors to fill, and memory for what rivals and ranks that are no more had, to be compared."""
 
     def __init__(self, tensors: Mapping[str, LiveTensor], offer: Offer) -> None:
         self._pairs: list[tuple[str, LiveTensor, LiveTensor]] = []
+        self._gone: list[tuple[str, int, LiveTensor, LiveTensor | None]] = []
         self.wanted: list[tuple[LiveTensor, list[Place]]] = []
         for name, live in tensors.items():
             self.wanted.append((live, offer.places[name]))
@@ -357,6 +383,26 @@ class _Scratch:
                 other = LiveTensor(live.shard, torch.empty_like(live.local, device="cpu"), late=False)
                 self._pairs.append((name, live, other))
                 self.wanted.append((other, places))
+            for owner, places in offer.gone.get(name, {}).items():
+                self._gone.append((name, owner, live, self._like(live, places)))
+
+    def _like(self, live: LiveTensor, places: list[Place]) -> LiveTensor | None:
+        """Return memory to read what another rank had; None if that is no tensor of the same kind."""
+        first = places[0].entry
+        alike = (first.dtype, first.global_shape) == (live.shard.dtype, live.shard.global_shape)
+        if not alike or reshard.cover(live.shard.extent, [place.entry.extent for place in places]) is None:
+            return None
+        other = LiveTensor(live.shard, torch.empty_like(live.local, device="cpu"), late=False)
+        self.wanted.append((other, places))
+        return other
+
+    def lost(self) -> list[tuple[str, int, bool]]:
+        """Return what ranks that are no more had otherwise: path, rank, and whether an optimizer steps it."""
+        return [
+            (name.partition("/")[2], owner, live.late)
+            for name, owner, live, other in self._gone
+            if other is None or not _same_bytes(live.local, other.local)
+        ]
 
     def different(self) -> set[str]:
         """Names whose rivals had other bytes."""

@@ -148,6 +148,7 @@ class Restorer:
 
     Attributes:
         recorded: the saved version that this incarnation descends from.
+        fleeting: the version that was loaded, if memory alone holds it: None if storage has it too, or nothing was loaded.
         table: every bundle of the job at that version; empty if that is not known.
         decisions: which version it is.
     """
@@ -177,6 +178,7 @@ class Restorer:
         self._num_attempts = 0
         self._read_bytes = 0
         self.recorded: Version | None = None
+        self.fleeting: Version | None = None
         self.table: tuple[BundleRef, ...] = ()
 
     def run(self, *, live: bool) -> RestoreReport:
@@ -262,6 +264,7 @@ class Restorer:
             report = self._attempt(found, found.choice)
             if report is not None:
                 self.table = found.choice.bundles
+                self.fleeting = None if found.choice.in_storage else found.choice.version
                 return report
 
     def _attempt(self, found: Verdict, choice: Choice) -> RestoreReport | None:

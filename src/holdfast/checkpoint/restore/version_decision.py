@@ -209,7 +209,7 @@ class Decisions:
         """Asks keepers and storage, unless what they told is still good."""
         if self._findings is None:
             try:
-                self._findings = version_vote.find(self._client, self._storage)
+                self._findings = version_vote.find(self._client, self._storage, timeout_s=self._timeout_s)
             except KeeperLost as error:
                 if self._client.alive:
                     raise

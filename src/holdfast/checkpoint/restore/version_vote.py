@@ -8,7 +8,7 @@ be good: its version is waited for. Called by `checkpoint.restore.restorer`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +22,7 @@ from holdfast.core.recovery.version_choice import Choice, ChoiceDeferred, Copy, 
 from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.rpc.client import Inventory
 from holdfast.tiers.storage.manifest import stored_of
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
@@ -86,15 +87,26 @@ class Findings:
         return {*self.stored, *self.useless, *self.unread, *(copy.version for copy in self.inventory.copies)}
 
 
-def find(client: Holder, storage: Storage) -> Findings:
+def find(client: Holder, storage: Storage, *, timeout_s: float) -> Findings:
     """Asks all keepers and storage.
+
+    Args:
+        client: this node's keeper, or what stands in for it.
+        storage: where durable versions are.
+        timeout_s: how long storage may tell nothing.
 
     Raises:
         StorageError: the path refuses, or is not the job's directory any more.
+        StorageBusy: it told nothing for this time.
     """
     inventory = client.inventory()
     for node, reason in inventory.silent:
         logger.warning("the keeper of node %d does not answer (%s)", node, reason)
+    limit = ReadLimit(timeout_s, 0, storage.where)
+    return limit.run(lambda: _find_stored(inventory, storage, limit.moved))
+
+
+def _find_stored(inventory: Inventory, storage: Storage, moved: Callable[[int], None]) -> Findings:
     stored: dict[Version, Stored] = {}
     useless: dict[Version, HoldfastError] = {}
     unread: dict[Version, HoldfastError] = {}
@@ -107,6 +119,7 @@ def find(client: Holder, storage: Storage) -> Findings:
         except HoldfastError as error:
             found = useless if error.condemns else unread
             found[version] = error
+        moved(1)
     storage.require_job(storage.job_id())  # an empty mount point lists nothing either
     return Findings(inventory, stored, useless, unread)
 

@@ -167,7 +167,7 @@ def as_level(level: Level | str) -> Level:
     return names[level]
 
 
-def as_version(version: Version | str | None) -> Version | None:
+def as_version(version: object) -> Version | None:
     """The version that a caller names.
 
     Raises:
@@ -175,7 +175,7 @@ def as_version(version: Version | str | None) -> Version | None:
     """
     if version is None or isinstance(version, Version):
         return version
-    parsed = Version.parse(version)
+    parsed = Version.parse(version) if isinstance(version, str) else None
     if parsed is None:
         raise UsageError(f"{version!r} is not a version", remedy="name it as `holdfast ls` does: i000001-s0000000120")
     return parsed

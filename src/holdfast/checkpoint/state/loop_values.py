@@ -57,6 +57,10 @@ class CarriedPart(TransientPart):
         self.asked.add(name)
         return _like(self.restored[name], value) if name in self.restored else value
 
+    def keep(self) -> None:
+        """Hand what was restored to the next save, if no step has told anything else."""
+        self._value = self._value or dict(self.restored)
+
     def give(self, step: int, given: Mapping[str, Any]) -> None:
         """Notes the values after `step`.
 

@@ -79,6 +79,7 @@ class OptimizerPart:
         self._loose: dict[torch.Tensor, dict[Any, TensorRef | None]] = {}
         self._names: list[list[str]] = []
         self._wanted: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._stays: set[torch.Tensor] = set()  # parameters that keep the state that they have
         self._fits = False
         # ZeRO-1: the optimizer that really steps, with this rank's share of the parameters; the others step the rest.
         self._dealt = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
@@ -223,7 +224,7 @@ class OptimizerPart:
 
     def plan(self, loading: Loading) -> None:
         """Claims groups and state; state that is missing here gets memory now and is put in place by `create`."""
-        self._wanted = {}
+        self._wanted, self._stays = {}, set()
         path = f"{self.name}.param_groups"
         loading.regroup(path, self._group, self._names)
         groups = loading.claim_value(path, group=self._group, templates=self._group_tensors(loading))
@@ -263,7 +264,7 @@ class OptimizerPart:
 
     def _loaded(self, loading: Loading) -> dict[torch.Tensor, dict[Any, Any]]:
         """Returns the state by parameter as it is to be, with the tensors that are claimed."""
-        state: dict[torch.Tensor, dict[Any, Any]] = {}
+        state: dict[torch.Tensor, dict[Any, Any]] = {p: self._state[p] for p in self._stays if p in self._state}
         for parameter, tensors in self._wanted.items():
             path, _ = self._state_path(parameter)
             rest = loading.value(path) if loading.has(path) else {}
@@ -404,6 +405,12 @@ class OptimizerPart:
         path, group = self._state_path(parameter)
         has_values = loading.layouts.resolve(path, group)[0] in loading.values
         if not entries and not has_values:
+            return
+        if loading.is_misfit(self._owners[id(parameter)].entry):
+            # Moments of one tensor are no moments of another one: what the script made stays, also what would fit by itself.
+            loading.used.update((*entries.values(), *([loading.layouts.resolve(path, group)[0]] if has_values else [])))
+            loading.misfit += [f"{path}.{key} (its parameter differs)" for key in sorted(entries)]
+            self._stays.add(parameter)
             return
         mine = ((key, self._live.get((id(parameter), key))) for key in self._state.get(parameter, ()))
         existing = {key: live for key, live in mine if live is not None}

@@ -40,7 +40,7 @@ from holdfast.checkpoint.entries.entries import (
     twice,
 )
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
-from holdfast.checkpoint.entries.sharding import Layouts
+from holdfast.checkpoint.entries.sharding import Layouts, as_patterns
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
 from holdfast.checkpoint.state import dataloader
 from holdfast.checkpoint.state.change_detection import Tensors
@@ -92,11 +92,12 @@ class State:
         *,
         rank: int,
         world_size: int,
-        replicated: Sequence[str] = (),
-        exclude: Sequence[str] = (),
+        replicated: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         allocated: bool = True,
         began: Mapping[str, Keys] | None = None,
     ) -> None:
+        exclude = as_patterns(exclude)
         self._layouts = Layouts(rank, world_size, replicated, exclude=exclude, allocated=allocated)
         self._parts = sorted(_with_inner(list(_parts(objects, began or {}))), key=_order)
         self.info = InfoPart(_INFO)

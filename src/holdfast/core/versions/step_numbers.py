@@ -5,7 +5,9 @@ A number that is one more than the step that was made is not seen in a run that 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,24 @@ class Reason:
 
     what: str
     remedy: str
+
+
+# A version's name has room for sixteen digits; a longer one is no name, so nobody would find the version again.
+MAX_STEP = 10**16 - 1
+
+
+def as_number(step: SupportsIndex) -> int | Reason:
+    """Returns a step as a plain whole number, also of NumPy and torch, or why it is none that a version can be named by."""
+    try:
+        number = int(operator.index(step))
+    except (TypeError, ValueError, RuntimeError):  # torch raises what it likes for a tensor of several elements
+        kind = f"{type(step).__module__}.{type(step).__qualname__}".removeprefix("builtins.")
+        return Reason(f"a step is a whole number, and this is {kind}", "count finished steps: 0, 1, 2, ..")
+    if not 0 <= number <= MAX_STEP:
+        return Reason(
+            f"a version cannot be named by step {number}", f"count finished steps from 0, to {MAX_STEP} at most"
+        )
+    return number
 
 
 def why_not(step: int, *, newest: int, start: int, one_more: bool) -> Reason | None:

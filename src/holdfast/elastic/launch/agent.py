@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure
@@ -66,6 +67,12 @@ RELEASE_S = 60.0
 SAY_S = 60.0
 # From when on it is told that torch itself may hang, and what to do.
 HINT_S = 300.0
+# Why a job is not gone on with.
+INPUT_SPENT = (
+    "a rank has read from the standard input, and a run that begins anew would find the rest of it or nothing; give the"
+    " script a file to read, or a terminal"
+)
+NO_NODE_BACK = "the static rendezvous cannot bring a node back; start the job again, or use --rdzv-backend=c10d"
 # How often other launchers of a job that was told to end are asked for their ranks.
 ASK_S = 1.0
 HEARD = {
@@ -107,6 +114,7 @@ class Agent(RendezvousAgent):
             spec.monitor_interval = 0.0  # the wait is ours: it ends when something happens
         self._workers: Workers | None = None
         self._round: Round | None = None
+        self._num_rounds, self._is_static = 0, spec.rdzv_handler.get_backend() == "static"
         self._current = Incarnation(0, 0, 0)
         self._recoveries = 0
         self._serial = 0
@@ -118,6 +126,7 @@ class Agent(RendezvousAgent):
         self._unfit = ""  # why no process of this job runs its script again
         self._mended_at = time.monotonic()
         self._asked_at = 0.0
+        self._input_spent = False  # a script read what no second run can read
 
     # What torchrun's loop calls.
 
@@ -125,8 +134,11 @@ class Agent(RendezvousAgent):
         if self._program is None:
             return dict(super()._start_workers(worker_group))
         group: Any = worker_group  # torch's annotations say that its fields are None or never
+        self._num_rounds += 1
+        # The static rendezvous gives the same store every time: without a prefix, the end of this round would end the next one.
+        store = PrefixStore(f"round/{self._num_rounds}", group.store) if self._is_static else group.store
         self._round = Round(
-            group.store, rank=group.group_rank, size=group.group_world_size, address=group.master_addr,
+            store, rank=group.group_rank, size=group.group_world_size, address=group.master_addr,
             keeper=self._rules.early.address(), ranks=[worker.global_rank for worker in group.workers],
         )  # fmt: skip
         self._round.version = self._version
@@ -168,10 +180,14 @@ class Agent(RendezvousAgent):
         lost = self._obey_watch(now, silent)
         self._renew_unfit()
         over = self._round.over() or lost or self._fill_vacant(now) or self._look() or self._look_at_groups(now, silent)
+        newest = self._round.newest()
+        follows = newest is not None and newest.number > self._current.number
+        if self._input_spent and (follows or (over is not None and over.action != "stop")):
+            over = RoundOver("stop", INPUT_SPENT)
+            self._round.end(over)
         if over is not None:
             return self._leave_round(over, worker_group)
-        newest = self._round.newest()
-        if newest is not None and newest.number > self._current.number:
+        if newest is not None and follows:
             self._go_on(newest)
         self._push(now)
         if self._all_finished():
@@ -319,6 +335,8 @@ class Agent(RendezvousAgent):
             if self._watch is not None and message["root"] not in self._jobs:
                 self._watch.works_on(message["root"])
             self._jobs[message["root"]] = message["job"]
+        if message["op"] == "reads":
+            self._input_spent = True
         if message["op"] == "saved":
             self._cases.saved(int(message["step"]))
         if message["number"] == worker_slot.order and message["op"] == "restored":
@@ -538,7 +556,10 @@ class Agent(RendezvousAgent):
             RecoveryAction.RESTART_ALL: "restart",
             RecoveryAction.STOP: "stop",
         }[answer.action]
-        self._round.end(RoundOver(action, self._cases.summary if answer.action is RecoveryAction.STOP else reason))
+        reason = self._cases.summary if answer.action is RecoveryAction.STOP else reason
+        if self._is_static and answer.action is RecoveryAction.REPLACE_NODE:  # nobody could join, and all would wait
+            action, reason = "stop", f"{fact}: {NO_NODE_BACK}"
+        self._round.end(RoundOver(action, reason))
         return self._round.over()
 
     def _leave_round(self, over: RoundOver, worker_group: WorkerGroup) -> RunResult:
@@ -799,6 +820,7 @@ class Agent(RendezvousAgent):
             version=self._current.version,
             jobs=dict(self._jobs),
             anew=bool(self._unfit),
+            text=self._program.text,
         )
 
     def _worker_slots(self) -> list[WorkerSlot]:

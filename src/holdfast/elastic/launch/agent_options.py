@@ -15,10 +15,15 @@ EXIT_GRACE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Says what every worker runs: a script or module with its arguments."""
+    """Says what every worker runs: a script or module with its arguments.
+
+    Attributes:
+        text: of a script that can be read only once, as `RunOrder` has it.
+    """
 
     arguments: tuple[str, ...]
     is_module: bool
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

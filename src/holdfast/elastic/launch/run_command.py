@@ -73,7 +73,7 @@ from holdfast.elastic.processes import forkserver
 from holdfast.elastic.processes.exit_guard import ExitGuard
 from holdfast.elastic.processes.process_supply import ProcessSupply
 from holdfast.elastic.watchdog.watchdog import directory_of, make_watch
-from holdfast.elastic.worker import worker_main
+from holdfast.elastic.worker import main_module, worker_main
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.run_leftovers import Look
 from holdfast.keeper.rpc.spawn import ensure_keeper
@@ -241,7 +241,10 @@ def _program(args: argparse.Namespace, config: LaunchConfig) -> Program | None:
     foreign = args.no_python or args.run_path or "PYTHON_EXEC" in os.environ or getattr(config, "numa_options", None)
     if foreign or getattr(args, "use_env", True) is False:
         return None
-    return Program((args.training_script, *args.training_script_args), is_module=args.module)
+    # Of a pipe each reader would get a part, and a run after a failure nothing: an empty script ends well.
+    text = None if args.module else main_module.read_once(args.training_script)
+    arguments = (args.training_script, *args.training_script_args)
+    return Program(arguments, is_module=args.module, text=(text or b"").decode("latin-1"))
 
 
 def _check_version(text: str | None, program: Program | None) -> None:

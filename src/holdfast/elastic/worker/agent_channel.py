@@ -1,7 +1,7 @@
 """The line between a worker and its agent: JSON lines over a socket pair, nothing else passes between them.
 
 Agent to worker: an `RunOrder` (run the script as this rank), `end` (leave when you are done), `fail` (your error stands).
-Worker to agent: `idle`, and of order n: `started`, `works on`, `restored`, `saved`, `finished` (`departs`: and its process ends), `raised` (its groups broke; it
+Worker to agent: `idle`, and of order n: `started`, `reads` (of what can be read only once), `works on`, `restored`, `saved`, `finished` (`departs`: and its process ends), `raised` (its groups broke; it
 waits), `failed` (an error of its own; it ends), `left` (the script of a run that is over; it clears up), `unfit` (the script cannot run again in this process; it ends at once;
 without a reason others may).
 """
@@ -37,6 +37,7 @@ class RunOrder:
         jobs: checkpoint path -> id of the job that it belonged to earlier in this run: an empty path is no beginning then.
         notes: a descriptor of the worker slot's page of notes comes with it (`AgentChannel.descriptors`).
         anew: no script of this job runs again in its process: whoever would ends, and is replaced.
+        text: of a script that can be read only once, a character for each byte; empty: it is read where it lies.
     """
 
     number: int
@@ -50,6 +51,7 @@ class RunOrder:
     jobs: Mapping[str, str] = field(default_factory=dict)
     notes: bool = False
     anew: bool = False
+    text: str = ""
 
 
 class AgentChannel:
@@ -131,6 +133,7 @@ def order_of(message: Mapping[str, Any]) -> RunOrder:
         jobs=message["jobs"],
         notes=bool(message["notes"]),
         anew=bool(message["anew"]),
+        text=message["text"],
     )
 
 

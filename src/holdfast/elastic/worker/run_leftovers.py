@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.machinery import ExtensionFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -53,11 +54,14 @@ class ProcessBaseline:
         self._locks = set(_locks())
         self._orphans = _orphans()
         self._loaders: list[tuple[str, weakref.ref[Any]]] = []
+        self._compiled: list[str] = []
 
     def note(self, modules: Mapping[str, ModuleType]) -> None:
         """Remember modules of the script that are about to be dropped. Whoever keeps their globals keeps their loader."""
         for name, module in modules.items():
             loader = getattr(module, "__loader__", None)
+            if isinstance(loader, ExtensionFileLoader):  # its memory outlives the module, and few can be loaded twice
+                self._compiled.append(name)
             with contextlib.suppress(TypeError):  # none, or one that many modules share and nobody can watch
                 self._loaders.append((name, weakref.ref(loader)))
 
@@ -69,6 +73,7 @@ class ProcessBaseline:
             time.sleep(POLL_S)
             gc.collect()
         self._loaders.clear()
+        self._compiled.clear()
         return [*found, *for_good]
 
     def _running(self) -> Iterator[Leftover]:
@@ -100,6 +105,7 @@ class ProcessBaseline:
         yield from (Leftover(kind, names) for kind, names in (
             ("global hooks of torch", hooks), ("changes of the process", process), ("redirected files", files),
             ("locks on files", locks), ("imports that were interrupted", sorted(_orphans() - self._orphans)),
+            ("compiled modules of its own", list(self._compiled)),
         ) if names)  # fmt: skip
 
     def _is_left(self, thread: threading.Thread) -> bool:

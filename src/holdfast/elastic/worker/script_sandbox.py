@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from holdfast.base.installed import is_of_package
+from holdfast.base.installed import is_users_own
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.elastic.rerun import Leftover
@@ -141,6 +141,7 @@ class ScriptSandbox:
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     flags: list[tuple[Any, str, Any]] = field(default_factory=lambda: list(_flags()))
     home: str = ""  # of the script
+    package: str = ""  # of a module that is run by `-m`
     # Modules of the launcher in whose place the script has its own.
     shadowed: dict[str, ModuleType] = field(default_factory=dict)
     traces: ProcessBaseline | None = None  # what was there before its first line
@@ -154,14 +155,17 @@ class ScriptSandbox:
         sys.argv[:] = order.arguments
         # As torchrun would start it: a script that starts itself anew is no launcher.
         sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if order.is_module else []), *order.arguments]
-        first = self.directory if order.is_module else os.path.dirname(os.path.realpath(order.arguments[0]))
-        self.home = first
-        self._uncover(first)
+        self.home = main_module.home_of(order.arguments[0], self.directory, is_module=order.is_module)
+        self.package = order.arguments[0].partition(".")[0] if order.is_module else ""
         # As `python` would: the script's directory, then what the environment adds (an empty part is the working
         # directory), then the rest.
+        is_bundle = not order.is_module and main_module.is_bundle(order.arguments[0])
+        first = [self.home] if is_bundle or not order.environment.get("PYTHONSAFEPATH") else []
+        for home in first:
+            self._uncover(home)
         told = order.environment.get("PYTHONPATH", "")
         added = [os.path.abspath(part) for part in told.split(os.pathsep)] if told else []
-        sys.path[:] = list(dict.fromkeys([first, *added, *self.path]))
+        sys.path[:] = list(dict.fromkeys([*first, *added, *self.path]))
         self._reset_python()
         with deaf():  # torch begins a pool of threads
             self._reset_torch()
@@ -175,7 +179,8 @@ class ScriptSandbox:
 
         As in plain Python, where the directory of the script comes first; torch and what an interpreter begins with stay.
         """
-        own = {name for name in _modules_in(home) - _NEVER_SHADOWED if not self._is_from(home, name)}
+        loaded = {name.partition(".")[0] for name in self.modules} - _NEVER_SHADOWED
+        own = {name for name in _modules_in(home, loaded) if not self._is_from(home, name)}
         for name in self.modules:
             if name.partition(".")[0] in own and name in sys.modules:
                 self.shadowed[name] = sys.modules.pop(name)
@@ -251,6 +256,7 @@ class ScriptSandbox:
         faulthandler.cancel_dump_traceback_later()
         open_checkpointers.abandon_all()
         _end_loaders()
+        told = [one for look in looks for one in look()]  # of libraries, before their modules are dropped
         seen: set[int] = set()
         _clear_frames(error, seen)
         self._reset_python()
@@ -271,7 +277,7 @@ class ScriptSandbox:
                 device.release()
             except RuntimeError as error:  # it has no such allocator, or it failed; `is_over` asked whether it is well
                 logger.info("%s keeps the memory of the former run: %s", device.kind, error)
-        return self.traces.left(*looks) if self.traces is not None else []
+        return self.traces.left(lambda: told) if self.traces is not None else []
 
     def _drop_modules(self) -> None:
         """Drop the script and the modules that it brought. No local name may hold them when this returns."""
@@ -309,17 +315,20 @@ class ScriptSandbox:
         return noting
 
     def _is_users(self, name: str, module: ModuleType) -> bool:
-        """Return whether the script brought this module from its own directory: it is made anew, as its state may
-        matter.
+        """Return whether the script brought this module, and it is no installed library: it is made anew, as its state
+        may matter.
 
-        Libraries stay, wherever they were installed: some cannot be loaded twice in one process.
+        It may lie beside the script, on the search path, or where `pip install -e` found it. Of an installed package
+        everything stays, for some cannot be loaded twice in one process; but for the one that is run by `-m`.
         """
-        file = getattr(module, "__file__", None)
-        ours = name in self.modules and name not in self.shadowed
-        if ours or not file or name.partition(".")[0] in ("holdfast", "torch"):
+        first = name.partition(".")[0]
+        if (name in self.modules and name not in self.shadowed) or first in ("holdfast", "torch"):
             return False
-        place = os.path.abspath(file)
-        return place.startswith(self.home + os.sep) and not is_of_package(place)
+        if first == self.package and first not in sys.stdlib_module_names:
+            return True
+        file = getattr(module, "__file__", None)
+        places = [file] if file else list(getattr(module, "__path__", None) or ())  # a namespace has directories only
+        return bool(places) and all(is_users_own(os.path.abspath(place), self.home) for place in places)
 
 
 def _end_loaders() -> None:
@@ -349,14 +358,18 @@ def _reset_determinism() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def _modules_in(directory: str) -> set[str]:
-    """Return the names of the modules and packages in a directory; none, if it cannot be read."""
+def _modules_in(directory: str, names: set[str]) -> set[str]:
+    """Return which of these modules and packages are in a directory; none, if it cannot be read.
+
+    No other entry is looked at: one may be a mount whose server says nothing.
+    """
     try:
         with os.scandir(directory) as entries:
             return {
                 entry.name.partition(".")[0]
                 for entry in entries
-                if entry.name.endswith(_SUFFIXES) or os.path.isfile(os.path.join(entry.path, "__init__.py"))
+                if entry.name.partition(".")[0] in names
+                and (entry.name.endswith(_SUFFIXES) or os.path.isfile(os.path.join(entry.path, "__init__.py")))
             }
     except OSError:
         return set()

@@ -40,7 +40,7 @@ from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
 from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.core.elastic.rerun import why_not
 from holdfast.core.versions.late_copy_rules import LEAVING
-from holdfast.elastic.worker import group_teardown, interruptible_store, main_module
+from holdfast.elastic.worker import group_teardown, input_watch, interruptible_store, main_module
 from holdfast.elastic.worker.agent_channel import AgentChannel, RunOrder, order_of
 from holdfast.elastic.worker.kill_descendants import kill_group
 from holdfast.elastic.worker.run_leftovers import Look
@@ -75,6 +75,7 @@ class Runner:
         self._line = AgentChannel(link)
         self._page = page
         leave_logging_to_the_script()
+        input_watch.watch(self._reads_input)
         self._stage = ScriptSandbox()
         self._sockets = group_teardown.GroupSockets()
         self._changed = threading.Condition()
@@ -168,6 +169,11 @@ class Runner:
         running = self._running
         if running is not None:
             self._line.send("restored", running.number, step=step, source=source)
+
+    def _reads_input(self) -> None:
+        running = self._running
+        if running is not None:
+            self._line.send("reads", running.number)
 
     def _saved(self, step: int) -> None:
         running = self._running
@@ -358,7 +364,7 @@ def run_script(order: RunOrder) -> None:
     if order.is_module:
         main_module.run_module(order.arguments[0])
     else:
-        main_module.run_path(order.arguments[0])
+        main_module.run_path(order.arguments[0], text=order.text.encode("latin-1") if order.text else None)
 
 
 def _end_now() -> None:
@@ -416,7 +422,10 @@ def _end_of_child(error: BaseException | None) -> int:
 def _code_of(error: BaseException) -> int:
     """Return the exit code that Python would end with, as a parent sees it: of a signal, its number below zero."""
     if isinstance(error, SystemExit):
-        return (error.code or 0) & 0xFF if isinstance(error.code, int | None) else 1
+        code = error.code or 0
+        if not isinstance(code, int):
+            return 1
+        return code & 0xFF if abs(code) < 1 << 63 else 0xFF  # Python takes what is no `long` of C for -1
     return -signal.SIGINT if type(error) is KeyboardInterrupt else 1
 
 

@@ -4,12 +4,13 @@ No read of such a place can be ended: its thread stays until the kernel answers.
 daemons, and the one that waits gives up when nothing arrived for long. What arrives later is dropped: a thread that was
 given up writes to nothing but a buffer of its own.
 
-Called by `checkpoint.restore.storage_source` and `checkpoint.restore.tensor_fill`.
+Called by `checkpoint.restore`, and by `checkpoint.checkpointer` and `checkpoint.job.bootstrap` for what comes before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,11 @@ from holdfast.base.errors import StorageBusy
 # The slowest storage that is worth waiting for, in either direction.
 SLOWEST_BYTES_PER_S = 1 << 20
 
+# So often it is said that something is waited for.
+SAY_S = 30.0
+
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class ReadLimit:
@@ -41,7 +46,7 @@ class ReadLimit:
         self._num_writing = 0
         self._is_over = False
 
-    def moved(self, num_bytes: int) -> None:  # noqa: ARG002 - however many they are
+    def moved(self, num_bytes: int) -> None:  # noqa: ARG002 - a callback that others count bytes with
         """Takes that something arrived."""
         self._moved_s = time.monotonic()
 
@@ -62,9 +67,17 @@ class ReadLimit:
             thread.start()
         except RuntimeError:  # the system allows no more threads: it is done here, without a limit
             return work()
+        said_s = 0.0
         try:
             while not future.done():
-                left_s = self._moved_s + self.limit_s - time.monotonic()
+                waited_s = time.monotonic() - self._moved_s
+                left_s = self.limit_s - waited_s
+                said_s = min(said_s, waited_s)  # something arrived
+                if waited_s >= said_s + SAY_S:
+                    said_s = waited_s
+                    logger.warning(
+                        "%s has answered nothing for %.0f s; it is waited for %.0f s", self._where, said_s, self.limit_s
+                    )
                 if left_s <= 0:
                     raise StorageBusy(
                         f"nothing was read for {self.limit_s:.0f} s",
@@ -72,7 +85,7 @@ class ReadLimit:
                         remedy="check the disk or the server, its mount and the kernel's log; a process whose disk hangs ends "
                         "when that answers",
                     )
-                wait([future], left_s)
+                wait([future], min(left_s, SAY_S))
         except StorageBusy:
             self._give_up()
             raise

@@ -8,6 +8,7 @@ at the outermost loop must be as it was, or be carried; what was made between mu
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -141,13 +142,17 @@ class Looker:
         nest: its loops.
         kept: objects that hand out their state.
         frame: where the outermost loop stands.
+        modules: names of the script's own modules, if the loops stand in one of these.
     """
 
-    def __init__(self, nest: Nest, kept: Sequence[Any], frame: FrameType) -> None:
-        self._nest = nest
+    def __init__(
+        self, nest: Nest, kept: Sequence[Any], frame: FrameType, modules: frozenset[str] = frozenset()
+    ) -> None:
+        self._nest, self._modules = nest, modules
         self._lines = dict(nest.lines)
-        self._main: dict[str, Any] = frame.f_globals
-        self._around = _frames(frame, self._main)
+        self._main: dict[str, Any] = vars(sys.modules["__main__"]) if modules else frame.f_globals
+        self._home = frame.f_globals["__name__"] if modules else ""
+        self._around = _frames(frame, self._main, modules)
         named: dict[int, str] = {}
         for scope in (*(own(each) for each in self._around), self._main):
             for name, value in scope.items():
@@ -167,7 +172,7 @@ class Looker:
         dead: dict[int, set[str]] = {}
         for site, frame in stack:
             dead.setdefault(_key(frame), set()).update(site.dead)
-            names = own(frame) if is_function(frame) else self._main
+            names = own(frame) if is_function(frame) else frame.f_globals
             dead[_key(frame)].update(
                 name
                 for name in site.lives
@@ -178,12 +183,12 @@ class Looker:
         site, frame = stack[-1]
         dead[_key(frame)] |= site.sets - set(site.lives) if site.outer else site.sets
         hidden = dead.get(0, set())
-        frames = _frames(frame, self._main)
+        frames = _frames(frame, self._main, self._modules)
         inner = [each for each in frames if each not in self._around][::-1]
         local: dict[str, Any] = {}
         carried: dict[str, Any] = {}
         if not site.outer:
-            names = {**self._main, **(own(frame) if is_function(frame) else {})}
+            names = {**frame.f_globals, **(own(frame) if is_function(frame) else {})}
             carried = {name: names[name] for name in site.lives if name in names and type(names[name]) is not Lost}
 
         def scope(each: FrameType) -> Mapping[str, Any]:
@@ -196,7 +201,13 @@ class Looker:
         within = list(zip(_named(inner, {path for path, _ in around}), map(scope, inner), strict=True))
         lost = {name for name, value in self._main.items() if type(value) is Lost}
         return self._reach.look(
-            self._main, around, inner=within, hidden=frozenset(hidden | lost), local=local, carried=carried
+            self._main,
+            around,
+            inner=within,
+            hidden=frozenset(hidden | lost),
+            local=local,
+            carried=carried,
+            home=self._home,
         )
 
     def enter(self, entries: Sequence[Entry], site: Site, frame: FrameType) -> Entry:
@@ -214,6 +225,7 @@ class Looker:
             orders={**now.orders, **around.orders},
             shared=now.shared,
             data=outermost.data,
+            kinds=outermost.kinds,
         )
         always = {
             path
@@ -237,7 +249,7 @@ class Looker:
         def look() -> Look:
             return self.look(entries)
 
-        return Changes(look, self._lines, self._nest.members, before=before, always=always)
+        return Changes(look, self._lines, self._nest.members, before=before, always=always, home=self._home)
 
 
 def _nothing(*_: Any) -> None:
@@ -257,11 +269,12 @@ def _key(frame: FrameType) -> int:
     return id(frame) if is_function(frame) else 0
 
 
-def _frames(frame: FrameType | None, main: dict[str, Any]) -> list[FrameType]:
-    """Returns the functions of the script that run, the innermost first."""
+def _frames(frame: FrameType | None, main: dict[str, Any], modules: frozenset[str]) -> list[FrameType]:
+    """Returns the functions of the script, and of its own modules, that run, the innermost first."""
     found: list[FrameType] = []
     while frame is not None:
-        if frame.f_globals is main and is_function(frame):
+        mine = frame.f_globals is main or frame.f_globals.get("__name__") in modules
+        if mine and is_function(frame):
             found.append(frame)
         frame = frame.f_back
     return found

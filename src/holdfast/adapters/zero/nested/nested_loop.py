@@ -66,12 +66,21 @@ class KeptLoops:
         root: directory or URL of the checkpoints.
         events: told `script_kept` and `script_refused`, with the reason.
         files: watches which files the script opens.
+        modules: names of the script's own modules, if the loops stand in one of these.
 
     Attributes:
         back: whether values of a version are there to be taken.
     """
 
-    def __init__(self, nest: Nest, root: str, events: Events | None = None, files: FileWatch | None = None) -> None:
+    def __init__(
+        self,
+        nest: Nest,
+        root: str,
+        events: Events | None = None,
+        files: FileWatch | None = None,
+        modules: frozenset[str] = frozenset(),
+    ) -> None:
+        self._modules = modules
         self._nest, self._root, self._files = nest, root, files
         self._events = events or Events()
         self.back = False
@@ -139,6 +148,8 @@ class KeptLoops:
             say(str(error.what))
             self._events.emit("script_refused", reason=str(error.what))
             return None
+        if self._modules and group.rank == 0:
+            say(f"the loop that trains stands in {frame.f_code.co_filename}, of which all lines are that are named")
         found: Kept | str
         entry = None
         looker = None
@@ -170,7 +181,7 @@ class KeptLoops:
         found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user, by_hand=self._nest.by_hand)
         if isinstance(found, str):
             return found, None, None
-        looker = Looker(self._nest, found.things, frame)
+        looker = Looker(self._nest, found.things, frame, self._modules)
         entry = looker.enter((), site, frame)
         if entry.before.unsure:
             (path, kind), *_ = entry.before.unsure

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.adapters.zero.script import (
@@ -29,6 +29,7 @@ from holdfast.adapters.zero.script import (
     only_members,
     only_numbers,
     read_by_text,
+    read_later,
     scope_of,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
@@ -171,6 +172,25 @@ def find_nested(source: str) -> Nest | str:
         _rewrite(tree, loop, site)
     ast.fix_missing_locations(tree)
     return nest
+
+
+def facts(nest: Nest, others: Sequence[ast.Module]) -> Nest:
+    """Returns the same loops, with what other parts of the program, in modules of their own, say of clocks, files and graphs."""
+    nodes = [node for tree in others for node in ast.walk(tree)]
+    words = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in nodes
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    return replace(
+        nest,
+        pops=nest.pops or "pop" in words,
+        reads_clock=nest.reads_clock or bool(words & CLOCKS),
+        clocked=nest.clocked.union(*map(clock_names, others)),
+        reads_files=nest.reads_files
+        or any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
+        retains=nest.retains or any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in nodes),
+    )
 
 
 class _Turns(ast.NodeTransformer):
@@ -336,7 +356,7 @@ def _site(
     scope = scope_of(tree, loop)
     targets = stored([loop.target])
     sets = stored(loop.body) | targets
-    outside = (loaded(scope.body, without=loop) - _set_by_with(scope, loop)) | {
+    outside = (read_later(scope, loop) - _set_by_with(scope, loop)) | {
         name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }
     ambient = (known.ambient - targets) | read_by_text(tree, loop)

@@ -201,10 +201,23 @@ class NestedState(Doubts):
         if any(tensor.requires_grad for tensor in found) and (self._nest.retains or not self.rehearsed):
             why = "the script retains graphs" if self._nest.retains else "the first steps are not rehearsed"
             return f"{name!r} lives from one turn to the next with its graph, and {why}"
-        memory = [tensor.untyped_storage().data_ptr() for tensor in (*found, *self.stepped) if tensor.numel()]
-        if len({*memory[: len(found)]}) < len(found) or {*memory[: len(found)]} & {*memory[len(found) :]}:
-            return f"{name!r} lives from one turn to the next, and shares memory with another tensor"
+        memory = [tensor.untyped_storage().data_ptr() for tensor in found if tensor.numel()]
+        if len({*memory}) < len(memory):
+            return f"{name!r} lives from one turn to the next, and two of its tensors share memory with each other"
+        trained = {p.untyped_storage().data_ptr(): number for number, p in enumerate(self.stepped) if p.numel()}
+        if both := {*memory} & trained.keys():
+            other = self._named(self.stepped[trained[min(both)]])
+            return f"{name!r} lives from one turn to the next, and shares memory with {other}, which trains"
         return ""
+
+    def _named(self, parameter: torch.Tensor) -> str:
+        """Returns what a module calls a parameter."""
+        parts = [part for thing in self.objects for part in (thing if isinstance(thing, list) else [thing])]
+        for module in parts:
+            for path, each in module.named_parameters() if isinstance(module, torch.nn.Module) else ():
+                if each is parameter:
+                    return f"the parameter {path!r}"
+        return "a parameter"
 
     def _after(self, site: Site, names: Mapping[str, Any]) -> dict[str, Any] | None:
         found: dict[str, Any] = {}
@@ -346,8 +359,8 @@ def _is_same(saved: Any, now: Any) -> bool:
 
 def differing(saved: Sequence[Sequence[Any]], now: Changed) -> str:
     """Returns the path of a value that is not as it was saved; empty if all are."""
-    there = {row[0]: value_codec.encode(row[3]) for row in saved}
-    here = {row[0]: value_codec.encode(row[3]) for row in now.rows}
+    there = {row[0]: value_codec.encode(list(row[3:])) for row in saved}
+    here = {row[0]: value_codec.encode(list(row[3:])) for row in now.rows}
     return next((path for path in (*there, *here) if there.get(path) != here.get(path)), "")
 
 

@@ -1,0 +1,159 @@
+"""Finds the training loops of a script in the modules that lie beside it: `from trainer import Trainer`.
+
+    found = find_in_modules(path, source)     # the loops of the one module that has any, or None
+    finder = OwnFinder(found, hook)           # while it is installed, that module is imported with the lines of its loops
+
+Own modules are those that the script imports, at any distance, and that lie in its directory: what is installed, and what
+`PYTHONPATH` has, is not looked for. Only loops in functions and methods are taken; what runs while a module is imported is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from holdfast.adapters.zero.nested.nested_script import Nest, facts, find_nested
+from holdfast.adapters.zero.script import HOOK, imported, scope_of
+
+# So many modules are looked at.
+_MAX_MODULES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLoops:
+    """The loops of a script that stand in one of its own modules.
+
+    Attributes:
+        name: of that module.
+        path: its file.
+        nest: its loops.
+        modules: names of all own modules.
+    """
+
+    name: str
+    path: str
+    nest: Nest
+    modules: frozenset[str]
+
+
+def find_in_modules(script: str, source: str) -> OwnLoops | None:
+    """Returns the loops of the one own module that has any; None if none has, if several have, or if one uses holdfast."""
+    home = os.path.dirname(os.path.abspath(script))
+    trees: dict[str, tuple[str, str, ast.Module]] = {}
+    waiting = list(_names(ast.parse(source), ""))
+    while waiting and len(trees) < _MAX_MODULES:
+        name = waiting.pop()
+        if name in trees or (file := _file_of(home, name)) is None:
+            continue
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
+            continue  # Python tells what is wrong with it
+        trees[name] = (file, text, tree)
+        waiting += _names(tree, name if os.path.basename(file) == "__init__.py" else name.rpartition(".")[0])
+    if any(each.split(".")[0] == "holdfast" for _, _, tree in trees.values() for each in imported(tree)):
+        return None
+    found: list[OwnLoops] = []
+    for name, (file, text, _) in trees.items():
+        nest = find_nested(text)
+        if isinstance(nest, Nest):
+            found.append(OwnLoops(name, file, nest, frozenset(trees)))
+    if len(found) != 1 or any(isinstance(_scope(found[0].nest, site.line), ast.Module) for site in found[0].nest.sites):
+        return None
+    others = [ast.parse(source), *(tree for name, (_, _, tree) in trees.items() if name != found[0].name)]
+    return replace(found[0], nest=facts(found[0].nest, others))
+
+
+def _scope(nest: Nest, line: int) -> ast.AST:
+    loops = [node for node in ast.walk(nest.tree) if isinstance(node, ast.For) and node.lineno == line]
+    return scope_of(nest.tree, loops[0])
+
+
+def _names(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yields names of modules that a module imports, and of what may be one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (part for alias in node.names for part in _with_packages(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
+            name = ".".join(filter(None, [*above, node.module or ""]))
+            yield from _with_packages(name)
+            yield from (f"{name}.{alias.name}".lstrip(".") for alias in node.names)
+
+
+def _with_packages(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[: place + 1]) for place in range(len(parts)))
+
+
+def _file_of(home: str, name: str) -> str | None:
+    top = name.partition(".")[0]
+    if not top or top in sys.stdlib_module_names or name in sys.modules:
+        return None
+    place = os.path.join(home, *name.split("."))
+    return next((file for file in (os.path.join(place, "__init__.py"), f"{place}.py") if os.path.isfile(file)), None)
+
+
+class OwnFinder(MetaPathFinder):
+    """Imports one module from the tree with the lines.
+
+    Args:
+        found: which one.
+        hook: what its loops go over.
+    """
+
+    def __init__(self, found: OwnLoops, hook: Any) -> None:
+        self._found, self._hook = found, hook
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how the module is loaded; None for all others."""
+        del target
+        if fullname != self._found.name:
+            return None
+        found = PathFinder.find_spec(fullname, path)
+        if found is None or os.path.realpath(found.origin or "") != os.path.realpath(self._found.path):
+            return None  # another module of this name comes first
+        loader = _Loader(fullname, self._found.path, self._found.nest.tree, self._hook)
+        within = [os.path.dirname(self._found.path)] if os.path.basename(self._found.path) == "__init__.py" else None
+        return spec_from_file_location(fullname, self._found.path, loader=loader, submodule_search_locations=within)
+
+    def install(self) -> None:
+        """Imports it so from here on."""
+        sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """Imports as Python does again."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+
+    def forget(self) -> None:
+        """Has all own modules imported anew."""
+        self.remove()
+        for name in self._found.modules:
+            sys.modules.pop(name, None)
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: str, tree: ast.Module, hook: Any) -> None:
+        super().__init__(name, path)
+        self._tree, self._hook = tree, hook
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
+        return compile(self._tree, self.path, "exec", dont_inherit=True)  # type: ignore[no-any-return, unused-ignore]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__[HOOK] = self._hook
+        super().exec_module(module)

@@ -1,0 +1,112 @@
+"""Which module beside a script has the loop that trains: exactly one, in a function, and nobody has to guess."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.adapters.zero.own_modules import OwnFinder, find_in_modules
+from holdfast.adapters.zero.script import HOOK
+
+LOOP = "def train(batches, model, optimizer):\n    for x in batches:\n        model(x).backward()\n        optimizer.step()\n"
+
+
+def found(home: Path, source: str, **files: str) -> str | None:
+    for name, text in files.items():
+        path = home / f"{name.replace('__in__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    loops = find_in_modules(str(home / "main.py"), source)
+    return loops.name if loops is not None else None
+
+
+def test_the_loop_of_a_module_beside_the_script_is_found(tmp_path: Path) -> None:
+    assert found(tmp_path, "from own_trainer import train", own_trainer=LOOP) == "own_trainer"
+
+
+def test_it_is_found_through_other_modules_and_packages(tmp_path: Path) -> None:
+    files = {
+        "own_runner": "import own_pack.engine", "own_pack__in____init__": "from .deep import train",
+        "own_pack__in__engine": "from . import deep\nfrom own_pack.deep import train", "own_pack__in__deep": LOOP,
+    }  # fmt: skip
+    assert found(tmp_path, "def main():\n    import own_runner", **files) == "own_pack.deep"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param({"own_a": LOOP, "own_b": LOOP}, id="two modules train"),
+        pytest.param({"own_a": LOOP, "own_b": "import holdfast"}, id="one uses holdfast"),
+        pytest.param(
+            {"own_a": LOOP.replace("def train(batches, model, optimizer):", "if True:")}, id="it runs at the import"
+        ),
+        pytest.param({"own_a": LOOP + "    else:\n        pass\n"}, id="a loop with an else"),
+        pytest.param({"own_a": "def train(:"}, id="no Python"),
+        pytest.param({"own_c": LOOP}, id="it is not imported"),
+    ],
+)
+def test_nothing_is_found_where(files: dict[str, str], tmp_path: Path) -> None:
+    assert found(tmp_path, "import own_a, own_b", **files) is None
+
+
+def test_a_module_of_python_or_one_that_is_loaded_is_not_taken_for_the_scripts(tmp_path: Path) -> None:
+    assert found(tmp_path, "import queue, pytest", queue=LOOP, pytest=LOOP) is None
+
+
+def test_what_other_modules_say_of_clocks_and_files_counts(tmp_path: Path) -> None:
+    (tmp_path / "own_trainer.py").write_text(LOOP)
+    (tmp_path / "own_other.py").write_text("import time, torch\ndef now():\n    return time.time(), torch.load('x')\n")
+    plain = find_in_modules(str(tmp_path / "main.py"), "import own_trainer")
+    both = find_in_modules(str(tmp_path / "main.py"), "import own_trainer, own_other")
+    assert plain is not None
+    assert both is not None
+    assert (plain.nest.reads_clock, plain.nest.reads_files) == (False, False)
+    assert (both.nest.reads_clock, both.nest.reads_files) == (True, True)
+
+
+def test_the_module_is_imported_with_the_lines_and_then_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_imported.py").write_text(LOOP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loops = find_in_modules(str(tmp_path / "main.py"), "import own_imported")
+    assert loops is not None
+    hook = object()
+    finder = OwnFinder(loops, hook)
+    finder.install()
+    try:
+        import own_imported
+
+        assert getattr(own_imported, HOOK) is hook
+        assert HOOK in own_imported.train.__code__.co_names
+    finally:
+        finder.forget()
+    assert finder not in sys.meta_path
+    import own_imported as anew
+
+    assert not hasattr(anew, HOOK)
+    sys.modules.pop("own_imported")
+
+
+def test_a_module_of_the_same_name_that_comes_first_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    (first / "own_twice.py").write_text("TRAINS = False\n")
+    (tmp_path / "own_twice.py").write_text(LOOP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(first))
+    loops = find_in_modules(str(tmp_path / "main.py"), "import own_twice")
+    assert loops is not None
+    finder = OwnFinder(loops, object())
+    finder.install()
+    try:
+        import own_twice
+
+        assert not own_twice.TRAINS
+        assert not hasattr(own_twice, HOOK)
+    finally:
+        finder.forget()
