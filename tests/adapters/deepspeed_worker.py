@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import deepspeed
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument(
         "--count-by", type=int, default=0, help="the script names its tags, so many more with each step"
     )
-    parser.add_argument("--same-tag", action="store_true", help="every save has the tag that is loaded")
+    parser.add_argument("--same-tag", action="store_true", help="every save has the tag that a restart loads")
     parser.add_argument("--durable-every", type=int, default=1)
     parser.add_argument("--no-native", action="store_true", help="DeepSpeed's own files are left away")
     parser.add_argument("--own-files", action="store_true", help="DeepSpeed's own files are loaded where need be")
@@ -55,7 +56,8 @@ def main() -> None:
     rank, dtype = engine.global_rank, torch.bfloat16 if options.bf16 else torch.float32
     weights = [parameter.detach() for parameter in engine.module.parameters()] if options.stage == 0 else []
     torch.manual_seed(7 + rank)  # of the dropout
-    engine.load_checkpoint(options.root, tag=options.tag)
+    is_first = options.same_tag and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    engine.load_checkpoint(options.root, tag=None if is_first else options.tag)
     adapter_output.start(rank, engine.global_steps)
     adapter_output.whole(rank, engine.global_steps, weights)
     while engine.global_steps < options.steps:

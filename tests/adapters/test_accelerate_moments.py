@@ -154,7 +154,8 @@ def test_of_two_ranks_asked_to_stop_around_what_is_done_for_a_step_both_end_undi
 @pytest.mark.parametrize("whom", WHOM)
 @pytest.mark.parametrize("plan", MATRIX)
 def test_of_two_ranks_struck_at_a_drawn_moment_both_end_undisturbed(lives: Stories, plan: str, whom: str) -> None:
-    both_end_undisturbed_at_a_drawn_moment(lives, plan, whom)
+    least = 4 if plan == "workers" else 2  # not in the first epoch, whose order nobody can tell
+    both_end_undisturbed_at_a_drawn_moment(lives, plan, whom, least=least)
 
 
 @pytest.mark.slow

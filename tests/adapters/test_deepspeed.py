@@ -172,11 +172,12 @@ def test_a_tag_that_the_script_counts_in_its_own_way_is_no_version_of_that_step(
 
 @pytest.mark.parametrize("native", [(), ("--no-native",)], ids=["native", "alone"])
 def test_saves_under_one_tag_come_back_by_it(
-    native: tuple[str, ...], way: str, workshop: Workshop, whole: Told
+    native: tuple[str, ...], way: str, workshop: Workshop, request: pytest.FixtureRequest
 ) -> None:
     """Scripts that keep one checkpoint call it `last`; one rank is killed behind the third save."""
     if way != "zero2":
         pytest.skip("one is enough")
+    whole: Told = request.getfixturevalue("whole")
     root = workshop.directory(f"one tag{len(native)}")
     words = ("--tag", "last", "--same-tag", *native)
     told = workshop.run(door(way, *words, "--kill", "3", launcher=HOLDFAST_RUN), Task(root, 2, 6))

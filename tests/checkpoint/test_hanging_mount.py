@@ -5,6 +5,9 @@ The mount is real, and its server says nothing: calls stand in the kernel as tho
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,33 @@ def test_a_mount_that_hangs_in_training_costs_the_durable_level_and_nothing_else
     again = Trainee()
     assert make(again).restore("i000002-s0000000002") == 3
     assert again.fingerprint() == expected
+
+
+SCRIPT = """
+import sys, torch, holdfast
+model = torch.nn.Linear(4, 4)
+holdfast.Checkpointer(sys.argv[1], model=model).restore()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_on_a_mount_that_hangs_ends_by_name(job: Path, tmp_path: Path) -> None:
+    """The launcher waits for it as well, to start the keeper of the path, and then goes on without one.
+
+    The mount lies beside the script, as a directory of checkpoints often does.
+    """
+    script, settings = tmp_path / "train.py", tmp_path / "settings.toml"
+    script.write_text(SCRIPT)
+    settings.write_text(f"close_timeout_s = {LIMIT_S}\n")
+    launch = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--nproc-per-node=2", "--max-restarts=0"]
+    with HangingMount(job):
+        ended = subprocess.run(
+            [*launch, f"--checkpoint-dir={job}", str(script), str(job)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100,
+            env=os.environ | {"HOLDFAST_CONFIG": str(settings)},
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert "no keeper yet, the first rank will try again: nothing was read for 2 s" in ended.stdout, ended.stdout[
+        -4000:
+    ]
+    assert "StorageBusy: nothing was read for 2 s" in ended.stdout, ended.stdout[-4000:]

@@ -179,7 +179,8 @@ class ScriptSandbox:
 
         As in plain Python, where the directory of the script comes first; torch and what an interpreter begins with stay.
         """
-        own = {name for name in _modules_in(home) - _NEVER_SHADOWED if not self._is_from(home, name)}
+        loaded = {name.partition(".")[0] for name in self.modules} - _NEVER_SHADOWED
+        own = {name for name in _modules_in(home, loaded) if not self._is_from(home, name)}
         for name in self.modules:
             if name.partition(".")[0] in own and name in sys.modules:
                 self.shadowed[name] = sys.modules.pop(name)
@@ -357,14 +358,18 @@ def _reset_determinism() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def _modules_in(directory: str) -> set[str]:
-    """Return the names of the modules and packages in a directory; none, if it cannot be read."""
+def _modules_in(directory: str, names: set[str]) -> set[str]:
+    """Return which of these modules and packages are in a directory; none, if it cannot be read.
+
+    No other entry is looked at: one may be a mount whose server says nothing.
+    """
     try:
         with os.scandir(directory) as entries:
             return {
                 entry.name.partition(".")[0]
                 for entry in entries
-                if entry.name.endswith(_SUFFIXES) or os.path.isfile(os.path.join(entry.path, "__init__.py"))
+                if entry.name.partition(".")[0] in names
+                and (entry.name.endswith(_SUFFIXES) or os.path.isfile(os.path.join(entry.path, "__init__.py")))
             }
     except OSError:
         return set()

@@ -16,8 +16,11 @@ from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
 from holdfast.tiers.memory.processes import take_lock
+from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.wire.frames import unix_path
 
+# How long the links of a root are followed by those who have no settings at hand.
+LINKS_S = 60.0
 # How often a directory that vanishes is made anew before we give up.
 _ATTEMPTS = 10
 
@@ -109,7 +112,11 @@ class RuntimePaths:
 
 def place_of(root: str, config: Config) -> RuntimePaths:
     """The place of the job that saves to `root` under these settings. `root` is made absolute unless it is a URL."""
-    return RuntimePaths(Path(os.path.abspath(config.runtime_path)), job_digest(root, config.run_id), config.node)
+    return RuntimePaths(
+        Path(os.path.abspath(config.runtime_path)),
+        job_digest(root, config.run_id, timeout_s=config.close_timeout_s),
+        config.node,
+    )
 
 
 def absolute_root(root: str) -> str:
@@ -117,13 +124,19 @@ def absolute_root(root: str) -> str:
     return root if "://" in root or not root else os.path.abspath(os.path.expanduser(root))
 
 
-def _real_root(root: str) -> str:
+def _real_root(root: str, timeout_s: float) -> str:
     """Return a directory as it is called without links: who starts again by another name finds what is in memory."""
     path = absolute_root(root.removeprefix("file://"))
-    return path if "://" in path or not path else os.path.realpath(path)
+    if "://" in path or not path:
+        return path
+    return ReadLimit(timeout_s, 0, path).run(lambda: os.path.realpath(path))
 
 
-def job_digest(root: str, run_id: str) -> str:
-    """Identity of the job: 16 hex digits of blake2b over the root and the run id, however the root is spelt (links, `file://`)."""
-    text = f"{_real_root(root)}\n{run_id}".encode()
+def job_digest(root: str, run_id: str, *, timeout_s: float = LINKS_S) -> str:
+    """Identity of the job: 16 hex digits of blake2b over the root and the run id, however the root is spelt (links, `file://`).
+
+    Raises:
+        StorageBusy: a file system on the way to the root does not answer for this time.
+    """
+    text = f"{_real_root(root, timeout_s)}\n{run_id}".encode()
     return hashlib.blake2b(text, digest_size=8).hexdigest()
