@@ -211,6 +211,8 @@ class Fence:
         """Copies `job` in the background. The one before must have passed `release`, and this one `begin`."""
         assert self._open is None, "the former copy was not released"
         self._open = job
+        if self._behind is not None and self._behind.done.is_set():
+            self._behind = None  # it would hold the tensors of its step until a step comes before its copy is complete
         if job.steps is not None and self.is_void(job.steps):  # whoever begins from now on waits
             job.stop(STEPPED)
         if self._thread is None:
@@ -447,7 +449,7 @@ class Fence:
             job.finish("" if job.complete() else job.stop_reason)
             job.done.set()
             with self._wake:
-                self._queue = None
+                self._queue = job = None  # whoever finds the thread idle knows that it holds no tensor of the state
                 self._wake.notify_all()
 
     def _open_slot(self, job: LateCopyJob) -> None:
