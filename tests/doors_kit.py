@@ -17,7 +17,7 @@ from holdfast.testing.contracts.adapter import Door, Task, Workshop
 # Where a launcher starts the source tree's holdfast, also from an environment of a framework.
 SOURCE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])}
 TORCHRUN = "torch.distributed.run"
-HOLDFAST_RUN = "holdfast.adapters.zero.launcher"
+HOLDFAST_RUN = "holdfast.adapters.zero_lines.launcher"
 
 
 def launching(num_ranks: int) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from torch import distributed
 
-LAUNCHER = "holdfast.adapters.zero.launcher"
+LAUNCHER = "holdfast.adapters.zero_lines.launcher"
 # Until SIGTERM has come by way of the launcher.
 LIMIT_S = 300.0
 

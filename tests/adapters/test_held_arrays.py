@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.adapters.zero import held_arrays
-from holdfast.adapters.zero.changes import Changes
-from holdfast.adapters.zero.reach import Leaf, Look
+from holdfast.adapters.zero_lines.changes import Changes
+from holdfast.adapters.zero_lines.reach import held_arrays
+from holdfast.adapters.zero_lines.reach.look import Leaf, Look
 from holdfast.tiers.format import values as value_codec
 
 

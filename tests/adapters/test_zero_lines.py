@@ -17,12 +17,12 @@ import torch
 
 import forked
 from doors_kit import untouched
-from holdfast.adapters.zero.frameworks import Finder
-from holdfast.adapters.zero.launcher import ScriptLauncher
-from holdfast.adapters.zero.loop import KeptLoop, Names
-from holdfast.adapters.zero.objects import Kept, sort_out
-from holdfast.adapters.zero.reach import Reach
-from holdfast.adapters.zero.script import Loop, find
+from holdfast.adapters.zero_lines.frameworks import Finder
+from holdfast.adapters.zero_lines.launcher import ScriptLauncher
+from holdfast.adapters.zero_lines.loop import KeptLoop, Names
+from holdfast.adapters.zero_lines.objects import Kept, sort_out
+from holdfast.adapters.zero_lines.reach.reach import Reach
+from holdfast.adapters.zero_lines.script import Loop, find
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -331,7 +331,7 @@ def start(task: Task) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "holdfast.adapters.zero.launcher",
+        "holdfast.adapters.zero_lines.launcher",
         "--checkpoint-dir",
         str(task.checkpoints),
         *ranks,
@@ -425,7 +425,7 @@ def test_what_one_rank_must_not_take_is_loaded_by_none(
     assert len(undisturbed) == 2
     try:
         told, said = ends(
-            tmp_path / "once", ["holdfast.adapters.zero.launcher", "--checkpoint-dir", str(tmp_path / "root")]
+            tmp_path / "once", ["holdfast.adapters.zero_lines.launcher", "--checkpoint-dir", str(tmp_path / "root")]
         )
     finally:
         for keeper in keepers_under(runtime_dir):  # it holds what was saved, for a while

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from holdfast.adapters.zero import loop
-from holdfast.adapters.zero.launcher import ScriptLauncher
-from holdfast.adapters.zero.nested import nested_loop
+from holdfast.adapters.zero_lines import loop
+from holdfast.adapters.zero_lines.launcher import ScriptLauncher
+from holdfast.adapters.zero_lines.nested import nested_loop
 from holdfast.checkpoint.state.training_state import State
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.worker_main import run_script

@@ -90,7 +90,7 @@ def test_a_script_of_zero_lines_expects_its_checkpoint_too(job: Job) -> None:
     command = [
         sys.executable,
         "-m",
-        "holdfast.adapters.zero.launcher",
+        "holdfast.adapters.zero_lines.launcher",
         *flags,
         "--expect-checkpoint",
         ZERO,

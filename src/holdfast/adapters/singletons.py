@@ -3,7 +3,7 @@
 A library that is loaded is asked whether it was set up; none is imported. Whoever was set up keeps groups, handlers or
 definitions of the run that is over, so the script does not run again in that process (`core.elastic.rerun`).
 
-Used by `adapters.zero.launcher`, which hands it to the workers.
+Used by `adapters.zero_lines.launcher`, which hands it to the workers.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from holdfast.base.errors import UsageError
 from holdfast.base.standard_streams import open_standard_files
 
 PROGRAMS = {
-    "run": "holdfast.adapters.zero.launcher",
+    "run": "holdfast.adapters.zero_lines.launcher",
     "demo": "holdfast.testing.demo.demo",
     "drill": "holdfast.testing",
     "prove": "holdfast.testing.prove.prove",

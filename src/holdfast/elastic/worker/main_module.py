@@ -4,7 +4,7 @@
 behind would then find the launcher's in its place. So the module stays until `clear`, at the end of the process or before
 the script runs again. `__file__` is absolute, as in every Python since 3.9.
 
-Used by `elastic.worker.worker_main` and `adapters.zero.launcher`.
+Used by `elastic.worker.worker_main` and `adapters.zero_lines.launcher`.
 """
 
 from __future__ import annotations

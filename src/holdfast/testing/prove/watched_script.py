@@ -2,7 +2,7 @@
 
 Called as `python -m holdfast.testing.prove.watched_script`, with the arguments of `holdfast run`. What it has to do besides
 stands in one variable of the environment (`RunNotes`): where the steps are written, which rank is killed, and where checkpoints may
-lie. The script is run as `adapters.zero.launcher` runs it. The hook lies in a module of its own: what the program itself holds
+lie. The script is run as `adapters.zero_lines.launcher` runs it. The hook lies in a module of its own: what the program itself holds
 (`__main__`) is taken for the user's.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.adapters import singletons
-from holdfast.adapters.zero.launcher import ScriptLauncher
+from holdfast.adapters.zero_lines.launcher import ScriptLauncher
 from holdfast.base.events import Events
 from holdfast.elastic.launch import run_command, run_flags
 from holdfast.elastic.worker.worker_main import run_script

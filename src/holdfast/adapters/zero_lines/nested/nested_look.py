@@ -20,10 +20,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.adapters.zero.changes import Changes
-from holdfast.adapters.zero.nested.nested_items import Items
-from holdfast.adapters.zero.nested.nested_script import Nest, Site
-from holdfast.adapters.zero.reach import Look, Owner, Reach, is_plain
+from holdfast.adapters.zero_lines.changes import Changes
+from holdfast.adapters.zero_lines.nested.nested_items import Items
+from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
+from holdfast.adapters.zero_lines.reach.look import Look, Owner
+from holdfast.adapters.zero_lines.reach.plain_values import is_plain
+from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.checkpoint.usage.carried_tensors import is_carried
 from holdfast.checkpoint.usage.user_frames import own
 

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from holdfast.adapters import huggingface, lightning
-from holdfast.adapters.zero.loop import say
-from holdfast.adapters.zero.proposed_lines import Proposer
+from holdfast.adapters.zero_lines.loop import say
+from holdfast.adapters.zero_lines.proposed_lines import Proposer
 from holdfast.base.events import Events
 
 # Module that defines the class -> how a built trainer is kept.

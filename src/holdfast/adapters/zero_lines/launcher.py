@@ -1,6 +1,6 @@
 """`holdfast run` with scripts that are kept without a line: the launcher of `elastic.launch.run_command`, and what workers run.
 
-Called as `python -m holdfast.adapters.zero.launcher`, by the command and by tests. Without `--checkpoint-dir` no script is touched,
+Called as `python -m holdfast.adapters.zero_lines.launcher`, by the command and by tests. Without `--checkpoint-dir` no script is touched,
 for there is no place to keep it. The workers are forked from this process, so they have what is set up here.
 """
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from torch import distributed as dist
 
 from holdfast.adapters import singletons
-from holdfast.adapters.zero.files_read_back import FileWatch
-from holdfast.adapters.zero.frameworks import Finder
-from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
-from holdfast.adapters.zero.nested.nested_loop import KeptLoops, Unfit
-from holdfast.adapters.zero.nested.nested_script import Nest, find_nested
-from holdfast.adapters.zero.own_modules import OwnFinder, OwnLoops, find_in_modules
-from holdfast.adapters.zero.proposed_lines import Proposer
-from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
+from holdfast.adapters.zero_lines.files_read_back import FileWatch
+from holdfast.adapters.zero_lines.frameworks import Finder
+from holdfast.adapters.zero_lines.loop import UNKEPT, KeptLoop, say
+from holdfast.adapters.zero_lines.nested.nested_loop import KeptLoops, Unfit
+from holdfast.adapters.zero_lines.nested.nested_script import Nest, find_nested
+from holdfast.adapters.zero_lines.own_modules import OwnFinder, OwnLoops, find_in_modules
+from holdfast.adapters.zero_lines.proposed_lines import Proposer
+from holdfast.adapters.zero_lines.script import HOOK, ITSELF, NO_LOOP, Loop, find
 from holdfast.base import config
 from holdfast.base.errors import MismatchError
 from holdfast.base.events import Events

@@ -1,25 +1,4 @@
-"""Looks at everything that a script's loop can reach and that no `state_dict` hands out: plain values, and what must stay.
-
-    look = Reach(sets, used, kept).look(globals, frames)
-    look.leaves       path -> a plain value and how it is set: `args.global_step`, `Net.calls`, `step().count`, `rng`
-    look.fixed        path -> token of something that nobody can set back: a tensor, an array, the class of an object
-    look.orders       path of a dict that is not carried whole -> its keys
-    look.shared       path of a plain value that has a part in common with another -> what that is
-    look.local        path of a number or text under a name of a function -> its token: nobody can set it
-    look.data         path of a tensor, an array, a list of plain values -> its token, and whether it has texts
-    look.unknown      objects that cannot be looked into, of which nobody knows whether they keep something
-    look.born         path of an object that is nothing but attributes, and is held where another can be put -> its class by name
-    look.kinds        name of a class -> the class, of such objects and of classes of the user; None if two have the name
-    look.parts        path of a tensor or array that cannot be carried -> what else has a part of it
-    look.places       path of every object that was looked at, by its `id`
-    look.unsure       what may hold a place that nobody can read: iterators, generators, files
-
-A path says how a thing is reached from the names of the script, so a script that was started again has the same thing under
-the same path. Two looks are compared: a leaf that changed can be carried, something fixed that changed cannot. The walk goes
-through containers, functions (defaults, closures, attributes), partials, bound methods, classes and modules of the user,
-data loaders, samplers, models, optimizers, and objects that are nothing but attributes. The user's is what is not known to be
-installed. A thing that is reached twice is noted by its first path: a restart would make two of one.
-"""
+"""One walk through everything that can be reached, in which each thing is noted by its first path."""
 
 from __future__ import annotations
 
@@ -29,61 +8,84 @@ import collections
 import contextlib
 import datetime as dt
 import decimal
-import dis
 import enum
 import functools
 import io
-import itertools
 import logging
-import multiprocessing.process
 import os
 import pathlib
 import re
-import subprocess
 import sys
-import tempfile
 import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from torch import distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.adapters.zero import held_arrays, identities
+from holdfast.adapters.zero_lines.reach import held_arrays, identities
+from holdfast.adapters.zero_lines.reach.attributes import (
+    attributes_of,
+    global_names,
+    is_attributes,
+    is_of_python,
+    is_progress_bar,
+    loaded_names,
+    names_of_wrappers,
+    slots_of,
+)
+from holdfast.adapters.zero_lines.reach.look import (
+    Leaf,
+    Look,
+    Owner,
+    freeze,
+    itself,
+    owner_of,
+    put_cell,
+    refill,
+    set_still,
+)
+from holdfast.adapters.zero_lines.reach.memory import addresses_in, has_unreduced, spans_of
+from holdfast.adapters.zero_lines.reach.plain_values import (
+    ATOM_SET,
+    ATOMS,
+    CONTAINERS,
+    MAX_BYTES,
+    MAX_DEPTH,
+    NUM_SPOTS,
+    as_stored,
+    is_plain,
+    is_vast,
+    some_of,
+    texts_in,
+)
+from holdfast.adapters.zero_lines.reach.tokens import (
+    is_sparse,
+    parts_of_sparse,
+    token_of,
+    token_of_array,
+    token_of_tensor,
+)
 from holdfast.base import config
-from holdfast.base.errors import HoldfastError
-from holdfast.base.installed import is_installed
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.entries.sharding import local_of
-from holdfast.tiers.format import values as value_codec
 
 # The token of what was reached before, by the path that follows.
 ANOTHER = "another name of"
 # What has a part of a tensor, where nobody knows more of it.
 SAVED = "an object that is saved"
-# Of a container of containers with more elements so many are looked at, of a larger tensor or array so many elements.
-MAX_ELEMENTS, MAX_BYTES, NUM_SPOTS = 16384, 64 << 20, 64
-MAX_DEPTH = 40
 # What variables of the environment are held by.
 ENVIRONMENT = "the environment"
-# Larger numbers are times of a clock.
-CLOCK = 1e9
-
-_CONTAINERS = (list, dict, set, collections.deque)
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
 # Never changed in place, and not storable: another one in its place is seen by what it is called.
 _NAMED = (
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, range, slice, pathlib.PurePath, enum.Enum,
@@ -103,11 +105,8 @@ _STILL = (
 )  # fmt: skip
 _MODULE_KEYS = frozenset(vars(nn.Module()))
 _MODULE_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-_ATOM_SET = frozenset(_ATOMS)
 # How much is asked of a thing: nothing, that it is no place in a sequence, that it is known to keep nothing.
 NOTHING, NO_PLACE, ALL = 0, 1, 2
-# What Python has of a class that is made by it, and of a reference.
-_HEAP_TYPE, _POINTER = 1 << 9, 8
 # Packages whose functions and modules keep nothing that a step depends on, but what they hand out or are seen to hold.
 _KNOWN = sys.stdlib_module_names | {
     "torch", "torchvision", "torchaudio", "torchdata", "torchmetrics", "torchao", "functorch", "numpy", "scipy",
@@ -118,8 +117,6 @@ _KNOWN = sys.stdlib_module_names | {
     "psutil", "requests", "wandb", "tensorboard", "tensorboardX", "mlflow", "h5py", "zarr", "pyarrow", "lmdb",
     "numba", "xxhash", "holdfast",
 }  # fmt: skip
-# Modules around modules: the attributes that these name themselves follow the steps, and are made anew by a restart.
-_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 # Attributes that torch itself gives modules and parameters: of compiled ones, and of `fully_shard`, `replicate` and their like.
 # These follow the steps too; but for gradients that are not reduced yet, which are looked at.
 _OF_TORCH = ("_torchdynamo", "_dynamo_", "__composable_api_")
@@ -130,226 +127,7 @@ _OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """A plain value.
-
-    Attributes:
-        token: equal as long as the value is.
-        owner, key: path of what holds it, and under which key.
-        value: gives the value, as it can be stored.
-        put: sets it in place, where it is.
-        held: the tensor or array itself, if it is one.
-    """
-
-    token: object
-    owner: str
-    key: str | int
-    value: Callable[[], Any]
-    put: Callable[[Any], None]
-    held: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Something with keys: a namespace, the attributes of an object, a dict.
-
-    Attributes:
-        put: sets a key.
-        drop: removes a key.
-    """
-
-    put: Callable[[Any, Any], None]
-    drop: Callable[[Any], None]
-
-
-@dataclass(slots=True)
-class Look:
-    """The things that were found; see the top of the file."""
-
-    leaves: dict[str, Leaf] = field(default_factory=dict)
-    owners: dict[str, Owner] = field(default_factory=dict)
-    fixed: dict[str, object] = field(default_factory=dict)
-    unsure: list[tuple[str, str]] = field(default_factory=list)
-    unknown: list[tuple[str, str]] = field(default_factory=list)
-    orders: dict[str, list[Any]] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
-    local: dict[str, tuple[str, str]] = field(default_factory=dict)
-    data: dict[str, tuple[object, bool]] = field(default_factory=dict)
-    parts: dict[str, str] = field(default_factory=dict)
-    places: dict[int, str] = field(default_factory=dict)
-    born: dict[str, tuple[str, str, str | int]] = field(default_factory=dict)
-    kinds: dict[str, type | None] = field(default_factory=dict)
-
-    def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
-        """Sets plain values as a version has them, where they are in this look, and makes objects that are not there.
-
-        Raises:
-            KeyError: there is no place for one, or no class.
-        """
-        for path, owner, key, value, *kind in rows:
-            leaf = self.leaves.get(path)
-            if kind:
-                self._make(path, owner, key, kind[0])
-            elif leaf is not None:
-                leaf.put(held_arrays.brought(value, leaf.held))
-            else:
-                self.owners[owner].put(key, held_arrays.brought(value))
-        for path, owner, key in gone:
-            if path in self.leaves:
-                self.owners[owner].drop(key)
-
-    def _make(self, path: str, owner: str, key: str | int, kind: str) -> None:
-        """Makes an object without attributes, of a class that the script has already used before its loop."""
-        if path in self.born and self.born[path][0] == kind:
-            return
-        made = self.kinds[kind]
-        if made is None:
-            raise KeyError(kind)
-        thing: Any = object.__new__(made)
-        self.owners[owner].put(key, thing)
-        self.owners[path] = _attributes(thing)
-
-
-class Reach:
-    """Walks from the names of one script.
-
-    Args:
-        sets: names that the loop itself sets; what they hold is no concern of the walk.
-        used: names that the loop reads: what they hold must not keep a place that nobody can read.
-        kept: objects that hand out their state.
-        carried: names that live from one step to the next: they are set anew by a restart.
-        members: names of sets whose order matters to nobody.
-        pops: whether the text of the script calls a `pop()` of something.
-        named: path of each kept object, by its `id`; by default they are named as the frames do.
-    """
-
-    def __init__(
-        self,
-        *,
-        sets: Iterable[str],
-        used: Iterable[str],
-        kept: Iterable[Any],
-        carried: Iterable[str] = (),
-        members: Iterable[str] = (),
-        pops: bool = False,
-        named: Mapping[int, str] | None = None,
-    ) -> None:
-        self._named = named
-        self._carried = sorted(carried)
-        self._members, self._pops = frozenset(members), pops
-        self._sets = frozenset(sets)
-        self._used = frozenset(used)
-        self._kept = list(kept)
-        self._users: dict[str, bool] = {}
-        self._told: dict[int, _Told] = {}
-
-    def look(
-        self,
-        main: dict[str, Any],
-        frames: Sequence[tuple[str, Mapping[str, Any]]],
-        *,
-        inner: Sequence[tuple[str, Mapping[str, Any]]] = (),
-        hidden: frozenset[str] | None = None,
-        local: Mapping[str, Any] | None = None,
-        carried: Mapping[str, Any] | None = None,
-        home: str = "",
-    ) -> Look:
-        """Returns what is there now.
-
-        Args:
-            main: the names of the script itself.
-            frames: name and local names of the functions that are running, the innermost, with the loop, first.
-            inner: those that came to run since the loop began, the outermost first: they are looked at last, so that a thing
-                has the path that it had before.
-            hidden: names of the script itself that are not looked at; by default those that the loop sets, if it stands there.
-            local: names that loops set, which functions in them may hold too; by default those of the innermost.
-            carried: names that are set anew by a restart; by default those that the loop carries.
-            home: name of the module in which the loop stands; empty: it stands in the script itself.
-        """
-        if local is None:
-            local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
-        if hidden is None:
-            hidden = frozenset() if frames else self._sets
-        walk = _Walk(self._is_users, hidden, self._kept, local, self._told)
-        walk.found.owners[""] = Owner(main.__setitem__, main.pop)
-        scopes = [scope for _, scope in frames] + [main]
-        names = self._named or {
-            id(value): name for scope in scopes for name, value in scope.items() if name not in self._sets
-        }
-        if carried is None:
-            carried = {name: scopes[0].get(name, main.get(name)) for name in self._carried}
-        walk.carried = frozenset(carried)
-        for name, value in carried.items():
-            walk.share(name, value)
-        for number, thing in enumerate(self._kept):
-            walk.inside(names.get(id(thing), f"kept{number}"), thing)
-        self._at_home(walk, home)
-        for number, (path, scope) in enumerate(frames):
-            self._visit(walk, path, scope, without=frozenset() if number else self._sets)
-        for name in self._in_order(main):
-            if not name.startswith("__") and name not in walk.hidden:
-                walk.visit(name, main[name], asks=ALL if name in self._used else NOTHING, hold=("", name))
-                if name in self._used:
-                    walk.foreign(name, main[name])
-        for path, scope in inner:
-            self._visit(walk, path, scope)
-        walk.settings()
-        walk.lone(self._kept, carried)
-        walk.places()
-        if self._pops or walk.pops:
-            kind = "set in a script that pops, by an order that cannot be read,"
-            walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
-        return walk.found
-
-    def _at_home(self, walk: _Walk, home: str) -> None:
-        """Looks at the module in which the loop stands, as at the script itself; if it stands in one."""
-        if not home:
-            return
-        module = sys.modules[home]
-        walk.found.owners[home] = _attributes(module)
-        names = vars(module)
-        for name in self._in_order(names):
-            if not name.startswith("__"):
-                walk.visit(
-                    f"{home}.{name}", names[name], asks=ALL if name in self._used else NOTHING, hold=(home, name)
-                )
-                if name in self._used:
-                    walk.foreign(f"{home}.{name}", names[name])
-
-    def _visit(
-        self, walk: _Walk, path: str, scope: Mapping[str, Any], *, without: frozenset[str] = frozenset()
-    ) -> None:
-        """Looks at the names of a function."""
-        for name in self._in_order(scope.keys() - without):
-            if type(scope[name]) in _ATOMS:
-                walk.found.local[f"{path}.{name}"] = (type(scope[name]).__qualname__, repr(scope[name]))
-            walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
-
-    def is_of_user(self, value: Any) -> bool:
-        """Tell whether the class of a value, or one that this is made from, is the user's."""
-        return any(self._is_users(kind.__module__) for kind in type(value).__mro__)
-
-    def is_of_user_module(self, name: str) -> bool:
-        """Tell whether a module is the user's."""
-        return self._is_users(name)
-
-    def _in_order(self, names: Iterable[str]) -> list[str]:
-        """Lists what the loop uses first, so that what is reached twice counts as used."""
-        return sorted((str(name) for name in names), key=lambda name: (name not in self._used, name))
-
-    def _is_users(self, module: str) -> bool:
-        known = self._users.get(module)
-        if known is None:
-            top = module.partition(".")[0]
-            files = (getattr(sys.modules.get(name), "__file__", None) or "" for name in (module, top))
-            place = os.path.abspath(next(filter(None, files), ""))
-            known = top in sys.stdlib_module_names or top in ("holdfast", "torch")
-            self._users[module] = module == "__main__" or not (known or is_installed(place))
-        return self._users[module]
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
+class Told:
     """The last answer of an object's `state_dict`.
 
     Attributes:
@@ -368,7 +146,7 @@ class _Told:
         return {key for key in held if key in self.names or key.lstrip("_") in self.names}
 
 
-class _Walk:
+class Walk:
     """One walk."""
 
     def __init__(
@@ -377,7 +155,7 @@ class _Walk:
         hidden: frozenset[str],
         kept: Iterable[Any],
         local: Mapping[str, Any],
-        told: dict[int, _Told],
+        told: dict[int, Told],
     ) -> None:
         self._told = told
         self.found = Look()
@@ -406,15 +184,15 @@ class _Walk:
             asks: how much is asked of it.
             hold: path of the owner, and the key.
         """
-        is_atom = type(value) in _ATOMS
+        is_atom = type(value) in ATOMS
         is_number = type(value).__module__ == "numpy" and type(value).__qualname__ != "ndarray"
         if hold is not None and (
             is_atom
             or ((is_number or type(value) in (tuple, frozenset)) and is_plain(value) and hold[0] in self.found.owners)
         ):
             put = functools.partial(self.found.owners[hold[0]].put, hold[1])
-            token = repr(value) if is_atom else _token(value)
-            self.found.leaves[path] = Leaf((type(value), token), *hold, functools.partial(_itself, value), put)
+            token = repr(value) if is_atom else token_of(value)
+            self.found.leaves[path] = Leaf((type(value), token), *hold, functools.partial(itself, value), put)
             if type(value) is tuple:
                 self._note_data(path, value, token)
             self.share(path, value)
@@ -441,7 +219,7 @@ class _Walk:
         root = root or path
         if isinstance(value, set):
             self.sets.append(root)
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             if id(value) in self._holders:
                 first, other = self._holders[id(value)]
                 if first == path:
@@ -454,9 +232,9 @@ class _Walk:
             self._alive.append(value)
         if isinstance(value, dict | list | tuple | collections.deque):
             parts = value.values() if isinstance(value, dict) else value
-            if not _ATOM_SET.issuperset(map(type, parts)):
+            if not ATOM_SET.issuperset(map(type, parts)):
                 for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-                    if not isinstance(part, _ATOMS):
+                    if not isinstance(part, ATOMS):
                         self.share(f"{path}[{key!r}]", part, root)
 
     def keys(self, path: str, items: Mapping[Any, Any], owner: Owner, *, asks: int, dot: bool = True) -> None:
@@ -496,7 +274,7 @@ class _Walk:
             return
         known = self._handed_out(thing) if self._is_users_object(thing) else set()
         shown = {key: value for key, value in vars(thing).items() if key not in without and key not in known}
-        self.keys(path, shown, _attributes(thing), asks=NO_PLACE)
+        self.keys(path, shown, owner_of(thing), asks=NO_PLACE)
 
     def _handed_out(self, thing: Any) -> set[str]:
         """Returns the attributes that an object of the user's hands out.
@@ -504,17 +282,17 @@ class _Walk:
         Its `state_dict` may cost, count, or wait for other ranks. So it is asked again only where there is something else than
         before that the last answer does not name.
         """
-        held = {key: value for key, value in vars(thing).items() if type(value) not in _ATOMS}
+        held = {key: value for key, value in vars(thing).items() if type(value) not in ATOMS}
         told = self._told.get(id(thing))
         named = told.named(held) if told is not None else set()
-        places = {key: _memory(value) for key, value in held.items() if key not in named}
+        places = {key: addresses_in(value) for key, value in held.items() if key not in named}
         if told is None or any(told.places.get(key) != place for key, place in places.items()):
             state = thing.state_dict()
-            told = _Told(
-                thing, frozenset(map(str, state)) if isinstance(state, dict) else frozenset(), _memory(state), {}
+            told = Told(
+                thing, frozenset(map(str, state)) if isinstance(state, dict) else frozenset(), addresses_in(state), {}
             )
             named = told.named(held)
-            told.places.update({key: _memory(value) for key, value in held.items() if key not in named})
+            told.places.update({key: addresses_in(value) for key, value in held.items() if key not in named})
             self._told[id(thing)] = told
         return named | {key for key, place in places.items() if place & told.memory}
 
@@ -559,7 +337,7 @@ class _Walk:
         self.found.owners[ENVIRONMENT] = Owner(environment.__setitem__, environment.__delitem__)
         for key, value in environment.items():
             put = functools.partial(environment.__setitem__, key)
-            leaf = Leaf((str, value), ENVIRONMENT, key, functools.partial(_itself, value), put)
+            leaf = Leaf((str, value), ENVIRONMENT, key, functools.partial(itself, value), put)
             self.found.leaves[f"{ENVIRONMENT}[{key!r}]"] = leaf
         for place in (nn.modules.module, optimizer):
             self._hooks("torch", place)
@@ -570,14 +348,14 @@ class _Walk:
             return
         if isinstance(value, torch.Tensor):
             self._tensor(path, value, asks, hold)
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, CONTAINERS):
             self._container(path, value, asks, hold)
         elif isinstance(value, tuple | frozenset):
             plain = is_plain(value)
-            self.found.fixed[path] = (kind.__qualname__, _token(value) if plain else len(value))
+            self.found.fixed[path] = (kind.__qualname__, token_of(value) if plain else len(value))
             if plain:
                 self._note_data(path, value, self.found.fixed[path])
-            parts = ((key, part) for key, part in enumerate(value) if not plain or type(part) not in _ATOMS)
+            parts = ((key, part) for key, part in enumerate(value) if not plain or type(part) not in ATOMS)
             self._each(path, parts, asks=asks)
         elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
             self._array(path, value, hold)
@@ -597,7 +375,7 @@ class _Walk:
         """Looks at what a class of the user's adds to one of a library."""
         if self._is_users_object(value) and getattr(value, "__dict__", None):
             shown = {key: part for key, part in vars(value).items() if not key.startswith("__")}
-            self.keys(f"the attributes of {path}", shown, _attributes(value), asks=min(asks, NO_PLACE))
+            self.keys(f"the attributes of {path}", shown, owner_of(value), asks=min(asks, NO_PLACE))
             self.visit(type(value).__qualname__, type(value), asks=NO_PLACE)
 
     def _bytes(self, path: str, value: Any) -> bool:
@@ -612,7 +390,7 @@ class _Walk:
         """Looks at a generator of random numbers; False if it is none."""
         found = random_state(value)
         if found is not None:
-            self.found.leaves[path] = Leaf(_token(found[0]()), *hold, *found)
+            self.found.leaves[path] = Leaf(token_of(found[0]()), *hold, *found)
             self._extra(path, value, NO_PLACE)
         return found is not None
 
@@ -630,7 +408,7 @@ class _Walk:
         elif isinstance(value, types.ModuleType):
             if self._is_users(value.__name__) and value.__name__ != "__main__":
                 shown = {k: v for k, v in vars(value).items() if not k.startswith("__")}
-                self.keys(path, shown, _attributes(value), asks=min(asks, NO_PLACE))
+                self.keys(path, shown, owner_of(value), asks=min(asks, NO_PLACE))
         else:
             return False
         return True
@@ -700,25 +478,22 @@ class _Walk:
         """One that is not kept by name, as a function of the script has it: its state is carried."""
         state = value.state_dict()
         if is_plain(state):
-            self.found.leaves[path] = Leaf(_token(state), path, "", value.state_dict, value.load_state_dict)
+            self.found.leaves[path] = Leaf(token_of(state), path, "", value.state_dict, value.load_state_dict)
         elif asks:
             self.found.unsure.append((path, type(value).__qualname__))
 
     def _instance(self, path: str, value: Any, asks: int) -> None:
-        self.keys(path, attributes_of(value), _attributes(value), asks=asks)
+        self.keys(path, attributes_of(value), owner_of(value), asks=asks)
         self.visit(type(value).__qualname__, type(value), asks=asks)
 
     def _container(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
-        if asks and _is_vast(value):
+        if asks and is_vast(value):
             self.found.unsure.append((path, f"{type(value).__qualname__} that is too large to be looked at whole,"))
         if self._is_users_object(value) and getattr(value, "__dict__", None):
-            self.keys(f"the attributes of {path}", vars(value), _attributes(value), asks=asks)
+            self.keys(f"the attributes of {path}", vars(value), owner_of(value), asks=asks)
         if is_plain(value):
-            stored, refill = (
-                functools.partial(_stored, value),
-                functools.partial(_refill, self.found.owners, value, hold),
-            )
-            self.found.leaves[path] = Leaf(_token(value), *hold, stored, refill)
+            put = functools.partial(refill, self.found.owners, value, hold)
+            self.found.leaves[path] = Leaf(token_of(value), *hold, functools.partial(as_stored, value), put)
             self._note_data(path, value, self.found.leaves[path].token)
             self.share(path, value)
         elif isinstance(value, dict):
@@ -727,17 +502,17 @@ class _Walk:
             for key, part in value.items():
                 if type(key) is str or type(key) is int:
                     continue
-                self.found.fixed[f"{path}[{key!r}]"] = _token(part) if is_plain(part) else type(part).__qualname__
+                self.found.fixed[f"{path}[{key!r}]"] = token_of(part) if is_plain(part) else type(part).__qualname__
                 self.visit(f"the value of {path}[{key!r}]", part, asks=asks)
         else:
             self.found.fixed[f"the length of {path}"] = len(value)
-            self._each(path, enumerate(_some(value)), asks=asks)
+            self._each(path, enumerate(some_of(value)), asks=asks)
 
     def _tensor(self, path: str, value: torch.Tensor, asks: int, hold: tuple[str, str | int]) -> None:
         self.marks(path, value)
         if self._holds(path, value, hold):
             return
-        self.found.fixed[path] = _of_tensor(value)
+        self.found.fixed[path] = token_of_tensor(value)
         local = local_of(value)
         if local.device.type == "cpu":
             self.found.data[path] = (self.found.fixed[path], False)
@@ -748,9 +523,9 @@ class _Walk:
     def _array(self, path: str, value: Any, hold: tuple[str, str | int]) -> None:
         if value.shape == () and is_plain(value) and hold[0] in self.found.owners:
             put = functools.partial(self.found.owners[hold[0]].put, hold[1])
-            self.found.leaves[path] = Leaf(_token(value), *hold, functools.partial(_itself, value), put)
+            self.found.leaves[path] = Leaf(token_of(value), *hold, functools.partial(itself, value), put)
         elif not self._holds(path, value, hold):
-            self.found.fixed[path] = _of_array(value)
+            self.found.fixed[path] = token_of_array(value)
             if not value.dtype.hasobject:
                 self.found.data[path] = (self.found.fixed[path], False)
 
@@ -759,7 +534,7 @@ class _Walk:
         if hold[0] not in self.found.owners or not held_arrays.is_held(value):
             self._spans.append((held_arrays.span(value), path))
             return False
-        token = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
+        token = token_of_tensor(value) if isinstance(value, torch.Tensor) else token_of_array(value)
         put = functools.partial(self.found.owners[hold[0]].put, hold[1])
         self.found.leaves[path] = Leaf(token, *hold, functools.partial(held_arrays.stored, value), put, value)
         self.found.data[path] = (token, False)
@@ -767,7 +542,7 @@ class _Walk:
 
     def _note_data(self, path: str, value: Any, token: object) -> None:
         """Notes a list, a tuple or a dict of plain values that a script makes the same at every start, if it is one."""
-        texts = _texts_in(value)
+        texts = texts_in(value)
         if texts is not None:
             self.found.data[path] = (token, texts)
             self._made.append((path, value))
@@ -777,7 +552,7 @@ class _Walk:
         self.found.places = self._paths
         for path, value in self._made:
             if identities.identity_in(value, self._paths):
-                self.found.data[path] = (_token(identities.named(value, self._paths)), self.found.data[path][1])
+                self.found.data[path] = (token_of(identities.named(value, self._paths)), self.found.data[path][1])
 
     def marks(self, path: str, tensor: torch.Tensor) -> None:
         """Looks at what the script has put on a tensor as attributes: `p.average = ...`."""
@@ -789,19 +564,21 @@ class _Walk:
             for key, value in held.items()
             if not key.startswith(_OF_TORCH)
             and (
-                isinstance(value, (*_ATOMS, *_CONTAINERS, tuple, torch.Tensor))
+                isinstance(value, (*ATOMS, *CONTAINERS, tuple, torch.Tensor))
                 or type(value).__module__ == "numpy"
                 or self._is_users_object(value)
             )
         }
-        self.keys(path, shown, _attributes(tensor), asks=NO_PLACE)
+        self.keys(path, shown, owner_of(tensor), asks=NO_PLACE)
 
     def _let_go(self, path: str, other: str) -> None:
         """Takes a held value for one that must stay as it is: something else has a part of it."""
         leaf = self.found.leaves.get(path)
         if leaf is not None and (value := leaf.held) is not None:
             del self.found.leaves[path]
-            self.found.fixed[path] = _of_tensor(value) if isinstance(value, torch.Tensor) else _of_array(value)
+            self.found.fixed[path] = (
+                token_of_tensor(value) if isinstance(value, torch.Tensor) else token_of_array(value)
+            )
             self._spans.append((held_arrays.span(value), path))
             self.found.parts[path] = other
 
@@ -810,10 +587,10 @@ class _Walk:
         held = {path: held_arrays.span(leaf.held) for path, leaf in self.found.leaves.items() if leaf.held is not None}
         if not held:
             return
-        spans = [(span, self._paths.get(id(thing), SAVED)) for thing in kept for span in _memory_of(thing)]
-        spans += [(span, name) for name, thing in carried.items() for span in _memory_of(thing)]
+        spans = [(span, self._paths.get(id(thing), SAVED)) for thing in kept for span in spans_of(thing)]
+        spans += [(span, name) for name, thing in carried.items() for span in spans_of(thing)]
         params = [part for part in self._seen.values() if isinstance(part, nn.Parameter)]
-        spans += [(span, self._paths.get(id(part), SAVED)) for part in params for span in _memory_of(part)]
+        spans += [(span, self._paths.get(id(part), SAVED)) for part in params for span in spans_of(part)]
         spans += [((place, place + 1), SAVED) for told in self._told.values() for place in told.memory if place]
         for path, other in held_arrays.overlapping(held, [*self._spans, *spans]).items():
             self._let_go(path, other)
@@ -824,18 +601,18 @@ class _Walk:
         if not self._is_users(home):
             self.visit(f"{path}.__wrapped__", getattr(value, "__wrapped__", None), asks=asks)
             return
-        self.pops = self.pops or "pop" in _global_names(value.__code__)
-        self.keys(path, vars(value), _attributes(value), asks=asks)
+        self.pops = self.pops or "pop" in global_names(value.__code__)
+        self.keys(path, vars(value), owner_of(value), asks=asks)
         self._each(f"the defaults of {path}", enumerate(value.__defaults__ or ()), asks=asks)
         self._each(f"the defaults of {path}", (value.__kwdefaults__ or {}).items(), asks=asks)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             self._cell(f"{path}().{name}", cell, asks)
-        for name in sorted(_global_names(value.__code__) & value.__globals__.keys()) if asks else ():
+        for name in sorted(global_names(value.__code__) & value.__globals__.keys()) if asks else ():
             self.foreign(f"{path}().{name}", value.__globals__[name])
         if home != "__main__":
             self.visit(home, sys.modules.get(home), asks=asks)
         else:
-            names = _global_names(value.__code__)
+            names = global_names(value.__code__)
             if value.__code__.co_filename != value.__globals__.get("__file__"):
                 self._made_of_text(path, value.__code__)
             for name in sorted((names & value.__globals__.keys()) - self.hidden):
@@ -844,7 +621,7 @@ class _Walk:
 
     def _made_of_text(self, path: str, code: types.CodeType) -> None:
         """Notes a function that `exec` made, if it reads a name that a loop sets: the text of the script does not show that."""
-        read = _loaded_names(code) & (self.hidden - self.carried | _BY_TEXT)
+        read = loaded_names(code) & (self.hidden - self.carried | _BY_TEXT)
         if self.hidden and read:
             self.found.unsure.append((path, f"function made of text that reads {min(read)!r},"))
 
@@ -858,8 +635,8 @@ class _Walk:
             return
         if self._local.get(path.rpartition(".")[2], self) is value:  # the loop's own name
             return
-        put = functools.partial(_put_cell, cell)
-        self.found.owners[f"cell {path}"] = Owner(put, functools.partial(_put_cell, cell, new=None))
+        put = functools.partial(put_cell, cell)
+        self.found.owners[f"cell {path}"] = Owner(put, functools.partial(put_cell, cell, new=None))
         self.visit(path, value, asks=asks, hold=(f"cell {path}", ""))
 
     def _class(self, path: str, value: type, asks: int) -> None:
@@ -869,9 +646,9 @@ class _Walk:
         if issubclass(value, enum.Enum):
             members = value.__members__
             others = {key: part for key, part in vars(value).items() if key[:1] != "_" and key not in members}
-            self.keys(path, {**others, **members}, _attributes(value), asks=asks)
+            self.keys(path, {**others, **members}, owner_of(value), asks=asks)
             return
-        if _is_of_python(value):
+        if is_of_python(value):
             self._note_kind(value)
         shown: dict[str, Any] = {}
         for key, part in vars(value).items():
@@ -879,11 +656,11 @@ class _Walk:
                 shown[key] = part.__func__
             elif isinstance(part, property):
                 shown[key] = part.fget
-            elif isinstance(part, types.MemberDescriptorType) and key in _slots(value):
+            elif isinstance(part, types.MemberDescriptorType) and key in slots_of(value):
                 continue  # of `__slots__`: what an object has there is looked at with it
             elif isinstance(part, types.FunctionType) or not key.startswith(("__", "_abc_")):
                 shown[key] = part
-        self.keys(path, shown, _attributes(value), asks=asks)
+        self.keys(path, shown, owner_of(value), asks=asks)
         for base in value.__bases__:
             self.visit(base.__qualname__, base, asks=asks)
 
@@ -902,7 +679,7 @@ class _Walk:
                     self._each(f"hooks of {path}.{name}", enumerate(hooks.values()), asks=ALL)
             self._spans.append((held_arrays.span(local_of(tensor)), f"{path}.{name}"))
             if id(tensor) not in self._seen and not kept:
-                self.found.fixed[f"{path}.{name}"] = _of_tensor(tensor)
+                self.found.fixed[f"{path}.{name}"] = token_of_tensor(tensor)
             self._seen[id(tensor)] = tensor
             self._paths.setdefault(id(tensor), f"{path}.{name}")
         for name, tensor in tensors.items():  # behind all of them: one may hold another
@@ -910,10 +687,10 @@ class _Walk:
         frozen = [name for name, p in params.items() if not p.requires_grad]
         still = [name for name, part in modules.items() if not part.training]
         for what, value, put in (
-            (f"requires_grad of {path}", frozen, functools.partial(_freeze, params)),
-            (f"train() or eval() of {path}", still, functools.partial(_still, modules)),
+            (f"requires_grad of {path}", frozen, functools.partial(freeze, params)),
+            (f"train() or eval() of {path}", still, functools.partial(set_still, modules)),
         ):
-            self.found.leaves[what] = Leaf(tuple(value), what, "", functools.partial(_itself, value), put)
+            self.found.leaves[what] = Leaf(tuple(value), what, "", functools.partial(itself, value), put)
         for name, part in modules.items():
             self._seen[id(part)] = part
             self._paths.setdefault(id(part), f"{path}.{name}" if name else path)
@@ -923,304 +700,18 @@ class _Walk:
     def _module(self, path: str, part: nn.Module) -> None:
         for key in part._non_persistent_buffers_set:
             if (buffer := part._buffers.get(key)) is not None:
-                self.found.fixed[f"{path}.{key}"] = _of_tensor(buffer)
+                self.found.fixed[f"{path}.{key}"] = token_of_tensor(buffer)
         self._hooks(path, part, _MODULE_HOOKS)
         self.foreign(f"the class of {path}", type(part))
-        own = _MODULE_KEYS | _names_of_wrappers(type(part))
+        own = _MODULE_KEYS | names_of_wrappers(type(part))
         shown = {key: value for key, value in vars(part).items() if key not in own and not key.startswith(_OF_TORCH)}
-        self.found.fixed[f"gradients of {path} that no rank has reduced yet"] = _unreduced(part)
-        self.keys(path, shown, _attributes(part), asks=NO_PLACE)
+        self.found.fixed[f"gradients of {path} that no rank has reduced yet"] = has_unreduced(part)
+        self.keys(path, shown, owner_of(part), asks=NO_PLACE)
         if self._is_users_object(part):
             self.visit(type(part).__qualname__, type(part), asks=NO_PLACE)
 
     def _each(self, path: str, items: Iterable[tuple[Any, Any]], *, asks: int) -> None:
         for key, value in items:
-            if type(value) in _ATOMS:
+            if type(value) in ATOMS:
                 self.found.fixed[f"{path}[{key!r}]"] = (type(value), repr(value))
             self.visit(f"{path}[{key!r}]", value, asks=asks)
-
-
-def is_progress_bar(value: Any) -> bool:
-    """Tell whether this only shows how far a loop is."""
-    return any(part.__module__.partition(".")[0] == "tqdm" for part in type(value).__mro__)
-
-
-def is_attributes(value: Any) -> bool:
-    """Tell whether an object of a library is nothing but its attributes: it is looked into, and goes on by nobody else."""
-    alone = not hasattr(value, "__next__") and not isinstance(
-        value, threading.Thread | io.IOBase | multiprocessing.process.BaseProcess | subprocess.Popen
-    )
-    return alone and not isinstance(value, type) and _is_of_python(type(value))
-
-
-def _memory_of(thing: Any, depth: int = 0) -> Iterable[held_arrays.Span]:
-    """Yields where the tensors and arrays of a kept object, or of what is carried, lie, and the gradients of parameters."""
-    if isinstance(thing, torch.Tensor):
-        yield held_arrays.span(local_of(thing))
-        if thing.is_leaf and thing.grad is not None:
-            yield held_arrays.span(local_of(thing.grad))
-    elif type(thing).__module__ == "numpy" and hasattr(thing, "__array_interface__"):
-        yield held_arrays.span(thing)
-    elif depth > MAX_DEPTH:
-        return
-    elif isinstance(thing, nn.Module):
-        yield from (span for part in thing.parameters() for span in _memory_of(part, depth + 1))
-    elif isinstance(thing, Optimizer):
-        yield from _memory_of([*thing.state.values(), *thing.param_groups], depth + 1)
-    elif isinstance(thing, dict | list | tuple | collections.deque):
-        parts = thing.values() if isinstance(thing, dict) else thing
-        yield from (span for part in parts if not isinstance(part, _ATOMS) for span in _memory_of(part, depth + 1))
-    elif depth == 0 and hasattr(thing, "__dict__"):  # what it hands out is not looked at
-        yield from _memory_of(list(vars(thing).values()), depth + 1)
-
-
-def _is_of_python(kind: type) -> bool:
-    """Tell whether all that an object of a class keeps are attributes: no class that it is made from is one of C."""
-    size = (
-        object.__basicsize__
-        + 2 * _POINTER
-        + sum(len(vars(part).get("__slots__", ())) for part in kind.__mro__) * _POINTER
-    )
-    return kind.__flags__ & _HEAP_TYPE != 0 and kind.__basicsize__ <= size
-
-
-def _names_of_wrappers(kind: type) -> frozenset[str]:
-    """Returns the attributes that modules around modules name in their own methods."""
-    found: set[str] = set()
-    for part in kind.__mro__:
-        if part.__module__.startswith(_WRAPPERS):
-            codes = (value.__code__ for value in vars(part).values() if isinstance(value, types.FunctionType))
-            found.update(*map(_global_names, codes))
-    return frozenset(found)
-
-
-def _unreduced(part: nn.Module) -> bool:
-    """Tell whether `fully_shard` holds gradients of a module that are summed up and not reduced yet."""
-    state = part._get_fsdp_state() if isinstance(part, FSDPModule) else None
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    params = [param for group in groups for param in getattr(group, "fsdp_params", ())]
-    held = [getattr(group, "_partial_reduce_output", None) for group in groups]
-    held += [getattr(param, "unsharded_accumulated_grad", None) for param in params]
-    held += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
-    return any(grad is not None for grad in held)
-
-
-def _memory(value: Any, depth: int = 0) -> set[int]:
-    if isinstance(value, torch.Tensor):
-        return {local_of(value).data_ptr()}
-    if depth > MAX_DEPTH or not isinstance(value, dict | list | tuple):
-        return set()
-    parts = value.values() if isinstance(value, dict) else value
-    return set().union(*(_memory(part, depth + 1) for part in parts if not isinstance(part, _ATOMS)))
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _refill(owners: Mapping[str, Owner], live: Any, hold: tuple[str, str | int], value: Any) -> None:
-    """Refill a container in place, for others may hold it too; unless it is something else now."""
-    if isinstance(live, dict) is not isinstance(value, dict) or not isinstance(value, list | dict | set):
-        owners[hold[0]].put(hold[1], value)
-        return
-    live.clear()
-    live.update(value) if isinstance(live, dict | set) else live.extend(value)
-
-
-def _put_cell(cell: types.CellType, _: Any, new: Any) -> None:
-    cell.cell_contents = new
-
-
-def _freeze(params: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
-    frozen = set(names)
-    for name, parameter in params.items():
-        parameter.requires_grad_(name not in frozen)
-
-
-def _still(modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
-    still = set(names)
-    for name, module in modules.items():
-        module.training = name not in still
-
-
-def _attributes(thing: Any) -> Owner:
-    """Sets in the object's own dict where it has one, so that no `__setattr__` of the user's runs."""
-    return Owner(functools.partial(_put_attribute, thing), functools.partial(delattr, thing))
-
-
-def attributes_of(thing: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, those of `__slots__` too, without those that its class makes up."""
-    shown = dict(getattr(thing, "__dict__", {}))
-    for name in (name for part in type(thing).__mro__ for name in _slots(part)):
-        if hasattr(thing, name):
-            shown[name] = getattr(thing, name)
-    return shown
-
-
-def _put_attribute(thing: Any, key: str, new: Any) -> None:
-    own = getattr(thing, "__dict__", None)
-    if isinstance(own, dict) and not any(key in _slots(part) for part in type(thing).__mro__):
-        own[key] = new
-    else:
-        setattr(thing, key, new)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    names = vars(kind).get("__slots__", ())
-    names = (names,) if isinstance(names, str) else tuple(names)
-    private = f"_{kind.__name__.lstrip('_')}"  # how Python calls `__count` of a class
-    return tuple(f"{private}{name}" if name.startswith("__") else name for name in names if not name.endswith("__"))
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _global_names(constant)
-    return found
-
-
-def _loaded_names(code: types.CodeType) -> set[str]:
-    """Returns the names of the module that a function reads or sets, without those of attributes."""
-    found = {
-        str(each.argval)
-        for each in dis.get_instructions(code)
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
-    }
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _loaded_names(constant)
-    return found
-
-
-def is_plain(value: Any, depth: int = 0) -> bool:
-    """Tell whether a value can be stored: numbers, text, containers of these."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return True
-    if depth > MAX_DEPTH or not isinstance(value, list | tuple | dict | set | frozenset | collections.deque):
-        return kind.__module__ == "numpy" and getattr(value, "shape", None) == () and value.dtype.kind in "biufc"
-    if depth and kind not in (list, tuple, dict, set, frozenset, collections.OrderedDict, collections.Counter):
-        return False  # inside of another it is stored whole, and would come back as something else
-    if isinstance(value, dict) and not {str, int}.issuperset(map(type, value)):
-        return False
-    parts = value.values() if isinstance(value, dict) else value
-    return _ATOM_SET.issuperset(map(type, parts)) or all(is_plain(part, depth + 1) for part in _some(parts))
-
-
-def _texts_in(value: Any) -> bool | None:
-    """Tell whether a plain value has texts; None if it may hold what is another at every start: times, places, an order."""
-    found = False
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        kind = type(part)
-        if kind is str or kind is bytes:
-            if kind is str and part.startswith(tempfile.gettempdir()):
-                return None
-            found = True
-        elif kind is float:
-            if part >= CLOCK:
-                return None
-        elif isinstance(part, set | frozenset):
-            return None
-        elif isinstance(part, dict):
-            waiting += [*part, *part.values()]
-        elif isinstance(part, list | tuple | collections.deque):
-            if len(part) <= MAX_ELEMENTS:
-                waiting += part
-            else:
-                waiting += _some(list(part))
-    return found
-
-
-def has_set(value: Any) -> bool:
-    """Tell whether a plain value has a set in it: what comes back iterates in another order."""
-    if isinstance(value, set | frozenset):
-        return True
-    if not isinstance(value, dict | list | tuple | collections.deque):
-        return False
-    parts = value.values() if isinstance(value, dict) else value
-    return not _ATOM_SET.issuperset(map(type, parts)) and any(map(has_set, parts))
-
-
-def _is_vast(value: Any) -> bool:
-    """Tell whether a container has more containers than are looked at."""
-    if len(value) <= MAX_ELEMENTS:
-        return False
-    parts = list(value.values() if isinstance(value, dict) else value)
-    tuples = [part for part in parts if type(part) is tuple]
-    return not (
-        (_ATOM_SET | {tuple}).issuperset(map(type, parts))
-        and _ATOM_SET.issuperset(map(type, itertools.chain.from_iterable(tuples)))
-    )
-
-
-def _stored(value: Any) -> Any:
-    """Returns a plain container as one that can be stored: without what a subclass adds."""
-    if isinstance(value, dict):
-        return dict(value)
-    return set(value) if isinstance(value, set) else list(value)
-
-
-def _some(items: Any) -> Any:
-    """Returns the items of a container, of a large one some of them."""
-    if len(items) <= MAX_ELEMENTS:
-        return items
-    step = len(items) // NUM_SPOTS
-    if isinstance(items, list | tuple):
-        return [*items[::step], *items[-NUM_SPOTS:]]
-    return [*itertools.islice(items, 0, None, step)]
-
-
-def _token(value: Any) -> object:
-    try:
-        if isinstance(value, (*_CONTAINERS, tuple, frozenset)) and len(value) > MAX_ELEMENTS:
-            items = value.items() if isinstance(value, dict) else value
-            if _is_vast(value):
-                return len(value), xxhash.xxh3_64_digest(value_codec.encode(list(_some(items))))
-            return tuple(items)  # one that is compared element by element, in no time where these are the same
-        return xxhash.xxh3_64_digest(value_codec.encode(_stored(value) if isinstance(value, _CONTAINERS) else value))
-    except HoldfastError:
-        return repr(value)
-
-
-def _of_tensor(tensor: torch.Tensor) -> object:
-    local = local_of(tensor)
-    facts = (tuple(local.shape), str(local.dtype), str(local.device), local.requires_grad)
-    if is_sparse(local):
-        return (*facts, *(_of_tensor(part) for part in parts_of_sparse(local)))
-    if local.device.type != "cpu" or local.layout is not torch.strided or local.is_quantized or not local.numel():
-        return (*facts, local._version)
-    flat = local.detach().flatten()
-    if flat.nbytes > MAX_BYTES:  # torch counts all writes but those through `.data` or an array
-        facts = (*facts, local._version)  # type: ignore[assignment]
-        flat = torch.cat([flat[:: max(1, flat.numel() // NUM_SPOTS)], flat[-NUM_SPOTS:]])
-    data = flat.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy()
-    return (*facts, xxhash.xxh3_64_digest(memoryview(data)))  # type: ignore[arg-type]  # an array has a buffer
-
-
-def is_sparse(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is made of places and values: it is looked at, and never saved."""
-    return tensor.layout in _SPARSE
-
-
-def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the places and the values of a sparse tensor, as they are: nothing is sorted."""
-    plain = tensor.detach()
-    if plain.layout is torch.sparse_coo:
-        return plain._indices(), plain._values()
-    by_rows = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
-    places = (plain.crow_indices(), plain.col_indices()) if by_rows else (plain.ccol_indices(), plain.row_indices())
-    return (*places, plain.values())
-
-
-def _of_array(value: Any) -> object:
-    facts = (tuple(value.shape), str(value.dtype))
-    if value.dtype.hasobject:
-        return (*facts, repr(value))
-    flat = value.reshape(-1)
-    if flat.nbytes > MAX_BYTES:
-        return (*facts, xxhash.xxh3_64_digest(flat[:: flat.size // NUM_SPOTS].tobytes() + flat[-NUM_SPOTS:].tobytes()))
-    whole = memoryview(flat) if flat.flags.c_contiguous and value.dtype.kind in "biufc" else flat.tobytes()
-    return (*facts, xxhash.xxh3_64_digest(whole))

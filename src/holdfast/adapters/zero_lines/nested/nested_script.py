@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.adapters.zero.script import (
+from holdfast.adapters.zero_lines.script import (
     HOOK,
     ITSELF,
     NO_LOOP,

@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from holdfast.adapters.zero import living_gradients
-from holdfast.adapters.zero.changes import Changed, Changes
-from holdfast.adapters.zero.files_read_back import FileWatch
-from holdfast.adapters.zero.objects import Kept, sort_out
-from holdfast.adapters.zero.proposed_lines import Proposer
-from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, has_set, is_plain
-from holdfast.adapters.zero.script import Loop
+from holdfast.adapters.zero_lines import living_gradients
+from holdfast.adapters.zero_lines.changes import Changed, Changes
+from holdfast.adapters.zero_lines.files_read_back import FileWatch
+from holdfast.adapters.zero_lines.objects import Kept, sort_out
+from holdfast.adapters.zero_lines.proposed_lines import Proposer
+from holdfast.adapters.zero_lines.reach.look import Look
+from holdfast.adapters.zero_lines.reach.plain_values import MAX_ELEMENTS, has_set, is_plain
+from holdfast.adapters.zero_lines.reach.reach import Reach
+from holdfast.adapters.zero_lines.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer

@@ -35,7 +35,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.adapters.zero.reach import Reach, attributes_of, is_plain, is_progress_bar
+from holdfast.adapters.zero_lines.reach.attributes import attributes_of, is_progress_bar
+from holdfast.adapters.zero_lines.reach.plain_values import is_plain
+from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.events import Events
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.stateful import Stateful

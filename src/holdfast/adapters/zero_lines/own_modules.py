@@ -22,8 +22,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from holdfast.adapters.zero.nested.nested_script import Nest, facts, find_nested
-from holdfast.adapters.zero.script import HOOK, imported, scope_of
+from holdfast.adapters.zero_lines.nested.nested_script import Nest, facts, find_nested
+from holdfast.adapters.zero_lines.script import HOOK, imported, scope_of
 
 # So many modules are looked at.
 _MAX_MODULES = 200

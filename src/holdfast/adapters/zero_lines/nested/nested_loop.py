@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.zero import living_gradients
-from holdfast.adapters.zero.files_read_back import FileWatch
-from holdfast.adapters.zero.loop import Count, close, differs, is_foreign, is_refused, say, unknown
-from holdfast.adapters.zero.nested.nested_items import Items
-from holdfast.adapters.zero.nested.nested_look import Entry, Looker, Untouched, is_function
-from holdfast.adapters.zero.nested.nested_objects import collect
-from holdfast.adapters.zero.nested.nested_script import Nest, Site
-from holdfast.adapters.zero.nested.nested_state import (
+from holdfast.adapters.zero_lines import living_gradients
+from holdfast.adapters.zero_lines.files_read_back import FileWatch
+from holdfast.adapters.zero_lines.loop import Count, close, differs, is_foreign, is_refused, say, unknown
+from holdfast.adapters.zero_lines.nested.nested_items import Items
+from holdfast.adapters.zero_lines.nested.nested_look import Entry, Looker, Untouched, is_function
+from holdfast.adapters.zero_lines.nested.nested_objects import collect
+from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
+from holdfast.adapters.zero_lines.nested.nested_state import (
     NestedState,
     differing,
     drawn,
@@ -41,8 +41,8 @@ from holdfast.adapters.zero.nested.nested_state import (
     put_settings,
     stand_in,
 )
-from holdfast.adapters.zero.objects import Kept
-from holdfast.adapters.zero.reach import Reach
+from holdfast.adapters.zero_lines.objects import Kept
+from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer

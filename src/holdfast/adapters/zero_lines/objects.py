@@ -20,7 +20,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.adapters.zero.reach import STANDING, is_attributes, is_plain, is_sparse
+from holdfast.adapters.zero_lines.reach.attributes import is_attributes
+from holdfast.adapters.zero_lines.reach.plain_values import is_plain
+from holdfast.adapters.zero_lines.reach.tokens import is_sparse
+from holdfast.adapters.zero_lines.reach.walk import STANDING
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.stateful import Stateful
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import xxhash
 
-from holdfast.adapters.zero import held_arrays, identities
-from holdfast.adapters.zero.reach import ANOTHER, CLOCK, Look, has_set
+from holdfast.adapters.zero_lines.reach import held_arrays, identities
+from holdfast.adapters.zero_lines.reach.look import Look
+from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, has_set
+from holdfast.adapters.zero_lines.reach.walk import ANOTHER
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers.format import values as value_codec
 

@@ -16,12 +16,13 @@ import xxhash
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.adapters.zero import living_gradients
-from holdfast.adapters.zero.changes import Changed
-from holdfast.adapters.zero.loop import Doubts, packed, unpacked
-from holdfast.adapters.zero.nested.nested_look import Entry, Lost
-from holdfast.adapters.zero.nested.nested_script import Nest, Site
-from holdfast.adapters.zero.reach import Look, has_set, is_plain
+from holdfast.adapters.zero_lines import living_gradients
+from holdfast.adapters.zero_lines.changes import Changed
+from holdfast.adapters.zero_lines.loop import Doubts, packed, unpacked
+from holdfast.adapters.zero_lines.nested.nested_look import Entry, Lost
+from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
+from holdfast.adapters.zero_lines.reach.look import Look
+from holdfast.adapters.zero_lines.reach.plain_values import has_set, is_plain
 from holdfast.base.errors import MismatchError
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives

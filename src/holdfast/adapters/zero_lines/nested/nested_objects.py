@@ -18,8 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from holdfast.adapters.zero.objects import Kept, never_changes
-from holdfast.adapters.zero.reach import attributes_of, is_attributes, is_plain, is_progress_bar, is_sparse
+from holdfast.adapters.zero_lines.objects import Kept, never_changes
+from holdfast.adapters.zero_lines.reach.attributes import attributes_of, is_attributes, is_progress_bar
+from holdfast.adapters.zero_lines.reach.plain_values import is_plain
+from holdfast.adapters.zero_lines.reach.tokens import is_sparse
 from holdfast.checkpoint.state.stateful import Stateful
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)

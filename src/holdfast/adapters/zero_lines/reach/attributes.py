@@ -1,0 +1,97 @@
+"""Attributes of objects, how they are set in place, and the names that code reads."""
+
+from __future__ import annotations
+
+import dis
+import io
+import multiprocessing.process
+import subprocess
+import threading
+import types
+from typing import Any
+
+# What Python has of a class that is made by it, and of a reference.
+_HEAP_TYPE, _POINTER = 1 << 9, 8
+# Modules around modules: the attributes that these name themselves follow the steps, and are made anew by a restart.
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
+
+
+def is_progress_bar(value: Any) -> bool:
+    """Tell whether this only shows how far a loop is."""
+    return any(part.__module__.partition(".")[0] == "tqdm" for part in type(value).__mro__)
+
+
+def is_attributes(value: Any) -> bool:
+    """Tell whether an object of a library is nothing but its attributes: it is looked into, and goes on by nobody else."""
+    alone = not hasattr(value, "__next__") and not isinstance(
+        value, threading.Thread | io.IOBase | multiprocessing.process.BaseProcess | subprocess.Popen
+    )
+    return alone and not isinstance(value, type) and is_of_python(type(value))
+
+
+def is_of_python(kind: type) -> bool:
+    """Tell whether all that an object of a class keeps are attributes: no class that it is made from is one of C."""
+    size = (
+        object.__basicsize__
+        + 2 * _POINTER
+        + sum(len(vars(part).get("__slots__", ())) for part in kind.__mro__) * _POINTER
+    )
+    return kind.__flags__ & _HEAP_TYPE != 0 and kind.__basicsize__ <= size
+
+
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, those of `__slots__` too, without those that its class makes up."""
+    shown = dict(getattr(thing, "__dict__", {}))
+    for name in (name for part in type(thing).__mro__ for name in slots_of(part)):
+        if hasattr(thing, name):
+            shown[name] = getattr(thing, name)
+    return shown
+
+
+def put_attribute(thing: Any, key: str, new: Any) -> None:
+    """Sets an attribute in the object's own dict where it has one, so that no `__setattr__` of the user's runs."""
+    own = getattr(thing, "__dict__", None)
+    if isinstance(own, dict) and not any(key in slots_of(part) for part in type(thing).__mro__):
+        own[key] = new
+    else:
+        setattr(thing, key, new)
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Returns the names of a class's own `__slots__`, as Python calls them."""
+    names = vars(kind).get("__slots__", ())
+    names = (names,) if isinstance(names, str) else tuple(names)
+    private = f"_{kind.__name__.lstrip('_')}"  # how Python calls `__count` of a class
+    return tuple(f"{private}{name}" if name.startswith("__") else name for name in names if not name.endswith("__"))
+
+
+def names_of_wrappers(kind: type) -> frozenset[str]:
+    """Returns the attributes that modules around modules name in their own methods."""
+    found: set[str] = set()
+    for part in kind.__mro__:
+        if part.__module__.startswith(_WRAPPERS):
+            codes = (value.__code__ for value in vars(part).values() if isinstance(value, types.FunctionType))
+            found.update(*map(global_names, codes))
+    return frozenset(found)
+
+
+def global_names(code: types.CodeType) -> set[str]:
+    """Returns the names of globals and attributes in a function and in those within it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= global_names(constant)
+    return found
+
+
+def loaded_names(code: types.CodeType) -> set[str]:
+    """Returns the names of the module that a function reads or sets, without those of attributes."""
+    found = {
+        str(each.argval)
+        for each in dis.get_instructions(code)
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= loaded_names(constant)
+    return found

@@ -1,0 +1,158 @@
+"""Looks at everything that a script's loop can reach and that no `state_dict` hands out: plain values, and what must stay.
+
+    look = Reach(sets=sets, used=used, kept=kept).look(globals, frames)
+
+A path says how a thing is reached from the names of the script, so a script that was started again has the same thing under
+the same path. Two looks are compared: a leaf that changed can be carried, something fixed that changed cannot. The walk goes
+through containers, functions (defaults, closures, attributes), partials, bound methods, classes and modules of the user,
+data loaders, samplers, models, optimizers, and objects that are nothing but attributes. The user's is what is not known to be
+installed. A thing that is reached twice is noted by its first path: a restart would make two of one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from holdfast.adapters.zero_lines.reach.look import Look, Owner, owner_of
+from holdfast.adapters.zero_lines.reach.plain_values import ATOMS
+from holdfast.adapters.zero_lines.reach.walk import ALL, NOTHING, Told, Walk
+from holdfast.base.installed import is_installed
+
+
+class Reach:
+    """Walks from the names of one script.
+
+    Args:
+        sets: names that the loop itself sets; what they hold is no concern of the walk.
+        used: names that the loop reads: what they hold must not keep a place that nobody can read.
+        kept: objects that hand out their state.
+        carried: names that live from one step to the next: they are set anew by a restart.
+        members: names of sets whose order matters to nobody.
+        pops: whether the text of the script calls a `pop()` of something.
+        named: path of each kept object, by its `id`; by default they are named as the frames do.
+    """
+
+    def __init__(
+        self,
+        *,
+        sets: Iterable[str],
+        used: Iterable[str],
+        kept: Iterable[Any],
+        carried: Iterable[str] = (),
+        members: Iterable[str] = (),
+        pops: bool = False,
+        named: Mapping[int, str] | None = None,
+    ) -> None:
+        self._named = named
+        self._carried = sorted(carried)
+        self._members, self._pops = frozenset(members), pops
+        self._sets = frozenset(sets)
+        self._used = frozenset(used)
+        self._kept = list(kept)
+        self._users: dict[str, bool] = {}
+        self._told: dict[int, Told] = {}
+
+    def look(
+        self,
+        main: dict[str, Any],
+        frames: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        inner: Sequence[tuple[str, Mapping[str, Any]]] = (),
+        hidden: frozenset[str] | None = None,
+        local: Mapping[str, Any] | None = None,
+        carried: Mapping[str, Any] | None = None,
+        home: str = "",
+    ) -> Look:
+        """Returns what is there now.
+
+        Args:
+            main: the names of the script itself.
+            frames: name and local names of the functions that are running, the innermost, with the loop, first.
+            inner: those that came to run since the loop began, the outermost first: they are looked at last, so that a thing
+                has the path that it had before.
+            hidden: names of the script itself that are not looked at; by default those that the loop sets, if it stands there.
+            local: names that loops set, which functions in them may hold too; by default those of the innermost.
+            carried: names that are set anew by a restart; by default those that the loop carries.
+            home: name of the module in which the loop stands; empty: it stands in the script itself.
+        """
+        if local is None:
+            local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
+        if hidden is None:
+            hidden = frozenset() if frames else self._sets
+        walk = Walk(self._is_users, hidden, self._kept, local, self._told)
+        walk.found.owners[""] = Owner(main.__setitem__, main.pop)
+        scopes = [scope for _, scope in frames] + [main]
+        names = self._named or {
+            id(value): name for scope in scopes for name, value in scope.items() if name not in self._sets
+        }
+        if carried is None:
+            carried = {name: scopes[0].get(name, main.get(name)) for name in self._carried}
+        walk.carried = frozenset(carried)
+        for name, value in carried.items():
+            walk.share(name, value)
+        for number, thing in enumerate(self._kept):
+            walk.inside(names.get(id(thing), f"kept{number}"), thing)
+        self._at_home(walk, home)
+        for number, (path, scope) in enumerate(frames):
+            self._visit(walk, path, scope, without=frozenset() if number else self._sets)
+        for name in self._in_order(main):
+            if not name.startswith("__") and name not in walk.hidden:
+                walk.visit(name, main[name], asks=ALL if name in self._used else NOTHING, hold=("", name))
+                if name in self._used:
+                    walk.foreign(name, main[name])
+        for path, scope in inner:
+            self._visit(walk, path, scope)
+        walk.settings()
+        walk.lone(self._kept, carried)
+        walk.places()
+        if self._pops or walk.pops:
+            kind = "set in a script that pops, by an order that cannot be read,"
+            walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
+        return walk.found
+
+    def _at_home(self, walk: Walk, home: str) -> None:
+        """Looks at the module in which the loop stands, as at the script itself; if it stands in one."""
+        if not home:
+            return
+        module = sys.modules[home]
+        walk.found.owners[home] = owner_of(module)
+        names = vars(module)
+        for name in self._in_order(names):
+            if not name.startswith("__"):
+                walk.visit(
+                    f"{home}.{name}", names[name], asks=ALL if name in self._used else NOTHING, hold=(home, name)
+                )
+                if name in self._used:
+                    walk.foreign(f"{home}.{name}", names[name])
+
+    def _visit(self, walk: Walk, path: str, scope: Mapping[str, Any], *, without: frozenset[str] = frozenset()) -> None:
+        """Looks at the names of a function."""
+        for name in self._in_order(scope.keys() - without):
+            if type(scope[name]) in ATOMS:
+                walk.found.local[f"{path}.{name}"] = (type(scope[name]).__qualname__, repr(scope[name]))
+            walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
+
+    def is_of_user(self, value: Any) -> bool:
+        """Tell whether the class of a value, or one that this is made from, is the user's."""
+        return any(self._is_users(kind.__module__) for kind in type(value).__mro__)
+
+    def is_of_user_module(self, name: str) -> bool:
+        """Tell whether a module is the user's."""
+        return self._is_users(name)
+
+    def _in_order(self, names: Iterable[str]) -> list[str]:
+        """Lists what the loop uses first, so that what is reached twice counts as used."""
+        return sorted((str(name) for name in names), key=lambda name: (name not in self._used, name))
+
+    def _is_users(self, module: str) -> bool:
+        known = self._users.get(module)
+        if known is None:
+            top = module.partition(".")[0]
+            files = (getattr(sys.modules.get(name), "__file__", None) or "" for name in (module, top))
+            place = os.path.abspath(next(filter(None, files), ""))
+            known = top in sys.stdlib_module_names or top in ("holdfast", "torch")
+            self._users[module] = module == "__main__" or not (known or is_installed(place))
+        return self._users[module]
