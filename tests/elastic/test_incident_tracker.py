@@ -197,6 +197,17 @@ def test_a_start_that_takes_long_is_no_progress_of_a_job_that_tells_steps() -> N
     assert answers[-1].action is RecoveryAction.STOP
 
 
+def test_failures_at_other_steps_behind_a_long_start_are_attempts_of_their_own() -> None:
+    """A job that does many steps again is not stopped by a few failures that have nothing to do with each other."""
+    cases, actions, now = IncidentTracker(Limits(failures=99)), [], 0.0
+    for step in (90, 40, 50, 60, 70, 80):
+        actions.append(cases.judge(died(1, step), now, [page(step)], {}).action)
+        cases.ordered(now, [0])
+        now += 3 * PROGRESS_S
+        cases.look(now, {0: page(0), 1: page(0)}, all_run=True)
+    assert set(actions) == {RecoveryAction.REPLACE}
+
+
 def test_recovery_cut_short_by_job_end_is_reported() -> None:
     cases = IncidentTracker(Limits())
     cases.judge(died(), 100.0, [page(9), page(9)], {"ranks": [1]})

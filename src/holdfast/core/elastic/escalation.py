@@ -4,9 +4,10 @@ The actions, from cheap to dear: every process stays and the groups are made aga
 replaced while the others keep theirs (`REPLACE`); all workers are restarted, as torchrun does (`RESTART_ALL`); the job
 stops with a summary (`STOP`). A node that is lost takes a way of its own: its ranks need another node (`REPLACE_NODE`).
 
-A failure after progress begins at the bottom again. Without progress the attempts are counted; the same rank failing
-three times at the same step is taken for a deterministic bug: once with the version before the newest (`older`), then
-the job stops. The number of mended failures is bounded by `max_restarts` as torchrun bounds restarts of the whole group.
+A failure after progress begins at the bottom again. Without progress the attempts are counted, until all workers ran for a
+while; the same rank failing three times at the same step, however long it runs in between, is taken for a deterministic
+bug: once with the version before the newest (`older`), then the job stops. The number of mended failures is bounded by
+`max_restarts` as torchrun bounds restarts of the whole group.
 
 Facts in, decision out: no clock. Called by the agent, the simulator and the scenario tests.
 """
@@ -90,10 +91,16 @@ class EscalationPolicy:
     num_failures: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # what processes said, since something was saved
     tried: list[tuple[Failure, RecoveryDecision]] = field(default_factory=list)
+    num_outlived: int = 0  # so many of these are no attempts any more: all ran for a while behind them
 
     def progressed(self) -> None:
         """A step was finished that had not been finished before: the next failure begins at the bottom."""
         self.tried.clear()
+        self.num_outlived = 0
+
+    def outlived(self) -> None:
+        """All workers ran for a while, and no new step was finished: attempts are counted anew, failures at one step add up."""
+        self.num_outlived = len(self.tried)
 
     def saved(self) -> None:
         """Something beyond the last failure was saved: what failed before is no loop."""
@@ -166,7 +173,7 @@ class EscalationPolicy:
         if failure.rank < 0 and RecoveryAction.REPLACE in actions:
             actions.remove(RecoveryAction.REPLACE)
         for action in actions:
-            count = sum(answer.action is action for _, answer in self.tried)
+            count = sum(answer.action is action for _, answer in self.tried[self.num_outlived :])
             if count < self.limits.attempts_per_action:
                 return RecoveryDecision(
                     action, f"{failure.fault.value}; attempt {count + 1} of {self.limits.attempts_per_action} at this"

@@ -143,10 +143,11 @@ class IncidentTracker:
         if not all_run:
             return told
         newest = max(map(step_of, readings.values()), default=-1)
-        # Who told steps once and now tells none is still starting: that is no progress, however long it takes.
-        tells_none = newest < 0 and self._best_step < 0
-        if newest > self._best_step >= 0 or (tells_none and now - self._ordered_s > PROGRESS_S):
+        started = newest < 0 and now - self._ordered_s > PROGRESS_S
+        if newest > self._best_step >= 0 or (started and self._best_step < 0):
             self._ladder.progressed()
+        elif started:  # who told steps once and tells none yet is loading: no progress, however long it takes
+            self._ladder.outlived()
         self._best_step = max(self._best_step, newest)
         if now - self._ordered_s > RENEWED_S and self._saved > self._beyond:
             self._ladder.renew()
