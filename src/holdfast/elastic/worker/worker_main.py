@@ -422,7 +422,7 @@ def _end_of_child(error: BaseException | None) -> int:
 def _code_of(error: BaseException) -> int:
     """Return the exit code that Python would end with, as a parent sees it: of a signal, its number below zero."""
     if isinstance(error, SystemExit):
-        code = error.code or 0
+        code = 0 if error.code is None else error.code
         if not isinstance(code, int):
             return 1
         return code & 0xFF if abs(code) < 1 << 63 else 0xFF  # Python takes what is no `long` of C for -1
