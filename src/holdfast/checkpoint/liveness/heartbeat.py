@@ -29,10 +29,10 @@ from torch.distributed.distributed_c10d import Work
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from holdfast.base.own_descriptor import OwnDescriptor
 from holdfast.checkpoint.liveness import group_timeouts
 from holdfast.checkpoint.liveness.heartbeat_page import Writer
 from holdfast.core.elastic.worker_facts import Phase
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ import torch
 import xxhash
 
 from holdfast.base.errors import CorruptError, HoldfastError
-from holdfast.base.own_descriptor import OwnDescriptor
 from holdfast.checkpoint.entries.types import Gathered, Group
 from holdfast.core.model import Shard, Version
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 from holdfast.tiers.format import values as value_codec
 
 # More is not noted: such a state is saved, not noted.

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from holdfast.base.own_descriptor import OwnDescriptor
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,6 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
-from holdfast.base.own_descriptor import OwnDescriptor
 from holdfast.base.process_label import label_process
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
@@ -47,6 +46,7 @@ from holdfast.elastic.worker.kill_descendants import kill_group
 from holdfast.elastic.worker.run_leftovers import Look
 from holdfast.elastic.worker.script_sandbox import ScriptSandbox, leave_logging_to_the_script
 from holdfast.elastic.worker.signal_mask import deaf
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -431,7 +431,7 @@ def _end_of_child(error: BaseException | None) -> int:
 def _code_of(error: BaseException) -> int:
     """Return the exit code that Python would end with, as a parent sees it: of a signal, its number below zero."""
     if isinstance(error, SystemExit):
-        code = error.code or 0
+        code = 0 if error.code is None else error.code
         if not isinstance(code, int):
             return 1
         return code & 0xFF if abs(code) < 1 << 63 else 0xFF  # Python takes what is no `long` of C for -1

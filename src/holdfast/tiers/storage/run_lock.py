@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base.errors import InUse, StorageError
-from holdfast.base.own_descriptor import OwnDescriptor
 from holdfast.tiers.backends.local import translate
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 from holdfast.tiers.backends.posix_io import is_remote
 from holdfast.tiers.format.strict_json import parse_loose
 
