@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The name of the project's root may hold no test options; give them here: make test PYTEST_ARGS="-k seal".
 PYTEST_ARGS ?=
-# Two files of tests at a time, in their order, or the longest tests would be left for the end; 0 runs one after the other.
-PYTEST_JOBS ?= 2
+# Three files of tests at a time, for tests wait half of their time; in their order, or the longest would be left for the end.
+# 0 runs one after the other.
+PYTEST_JOBS ?= 3
 
 # Frameworks that holdfast is used through; each is tested in an environment of its own, with the versions of constraints-doors.txt.
 DOORS := huggingface trl lightning deepspeed megatron torchtitan torch-checkpointing ray mindspore

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,26 +58,38 @@ def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: ScriptSand
     assert not torch.is_anomaly_enabled()
 
 
+# How a switch is read and set, and what no other test sets it to.
+SWITCHED: tuple[tuple[Any, Any, Any], ...] = (
+    (lambda: torch.get_autocast_dtype("cpu"), lambda other: torch.set_autocast_dtype("cpu", other), torch.float16),
+    (lambda: sys.float_info.min * 0.5 == 0, torch.set_flush_denormal, True),
+    (
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        lambda other: setattr(torch.utils.deterministic, "fill_uninitialized_memory", other), False,
+    ),
+    (torch.sparse.check_sparse_tensor_invariants.is_enabled, lambda _: torch.sparse.check_sparse_tensor_invariants.enable(), True),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    (torch.is_warn_always_enabled, torch.set_warn_always, True),
+    (torch.__future__.get_overwrite_module_params_on_conversion, torch.__future__.set_overwrite_module_params_on_conversion, True),
+    (lambda: torch.distributions.Distribution._validate_args, torch.distributions.Distribution.set_default_validate_args, False),
+    (sys.getswitchinterval, sys.setswitchinterval, 0.5),
+    (gc.get_threshold, lambda other: gc.set_threshold(*other), (10, 3, 3)),
+)  # fmt: skip
+
+
 def test_switches_of_libraries_are_as_in_a_new_process(stage: ScriptSandbox) -> None:
     """Those that change numbers, and those that change how long it takes or what is allowed."""
-    before = library_settings.LibrarySettings().switches
-    torch.set_autocast_dtype("cpu", torch.float16)
-    torch.set_flush_denormal(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined, unused-ignore]
-    torch.sparse.check_sparse_tensor_invariants.enable()
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.set_warn_always(True)
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    torch.distributions.Distribution.set_default_validate_args(False)
-    sys.setswitchinterval(0.5)
-    gc.set_threshold(10, 3, 3)
-    asyncio.run(asyncio.sleep(0))
-    changed = library_settings.LibrarySettings().switches
-    assert sum(one != two for one, two in zip(before, changed, strict=True)) == 10
-    again(stage)
-    assert library_settings.LibrarySettings().switches == before
-    assert torch.tensor(1e-42).mul(1.0).item() > 0
-    asyncio.get_event_loop_policy().get_event_loop().close()
+    settings = library_settings.LibrarySettings()
+    try:
+        for _, write, other in SWITCHED:
+            write(other)
+        asyncio.run(asyncio.sleep(0))
+        assert [read() for read, *_ in SWITCHED] == [other for *_, other in SWITCHED]
+        again(stage)
+        assert library_settings.LibrarySettings().switches == settings.switches
+        assert torch.tensor(1e-42).mul(1.0).item() > 0
+        asyncio.get_event_loop_policy().get_event_loop().close()
+    finally:
+        settings.put_back()
 
 
 @pytest.mark.parametrize("told", [":lib", "lib:", "lib::other/../lib", ".", "lib"])
