@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,3 +155,27 @@ def test_without_a_launcher_nothing_is_noted_and_nothing_kept() -> None:
     job.survivor.note(version(0))
     assert job.left() is None
     assert not job.optimizer._optimizer_step_pre_hooks
+
+
+def test_notes_go_to_no_file_that_has_the_pages_number(tmp_path: Path) -> None:
+    """The script closed all descriptors, and opened its own."""
+    own = os.open(tmp_path / "theirs", os.O_RDWR | os.O_CREAT)
+    os.write(own, b"theirs")
+    fd = step_snapshot.make_page()
+    step_snapshot.attach(fd)
+    try:
+        job = Job()
+        job.step()
+        job.survivor.note(version(0))
+        assert set(notes_of("job", 0, 1)) == {version(0)}
+        os.dup2(own, fd)
+        job.step()
+        job.survivor.note(version(1))
+        assert (notes_of("job", 0, 1), step_snapshot.page()) == ({}, None)
+        step_snapshot.attach(-1)
+        assert os.pread(fd, 100, 0) == b"theirs"
+    finally:
+        step_snapshot.attach(-1)
+        survivor_state.remains.forget()
+        os.close(own)
+        os.close(fd)

@@ -634,3 +634,46 @@ def test_a_worker_that_the_guard_has_told_is_not_told_again() -> None:
         worker.stdin.close()
         ending.join(30)
         assert worker.wait(10) == 0
+
+
+# As a library that makes a daemon: all descriptors are closed, and the numbers are the script's from then on.
+DAEMON = """
+import atexit, os, pathlib, socket, sys
+import torch.distributed as dist
+here, rank = pathlib.Path(os.environ["HERE"]), os.environ["RANK"]
+os.closerange(3, 4096)
+pairs = [socket.socketpair() for _ in range(40)]
+def came():
+    for pair in pairs:
+        for end in pair:
+            end.setblocking(False)
+            try:
+                yield end.recv(4096)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                yield repr(error).encode()
+atexit.register(lambda: (here / f"came{rank}").write_bytes(b"".join(came())))
+if sys.argv[1] == "group":
+    dist.init_process_group("gloo")
+    dist.barrier()
+if not os.fork():
+    sys.exit(0)
+assert os.wait()[1] == 0
+if sys.argv[1] == "error":
+    raise RuntimeError("gloo: Connection reset by peer")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("plain", 0), ("group", 0), ("error", 1)])
+def test_who_closes_all_descriptors_runs_on_and_gets_no_message_of_ours(tmp_path: Path, how: str, code: int) -> None:
+    """As under torchrun; the launcher learns from the exit code how it ended."""
+    (tmp_path / "script.py").write_text(DAEMON)
+    command = [*LAUNCH, "--nproc-per-node=2", "--max-restarts=0", "script.py", how]
+    environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
+    done = forked.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr[-3000:]
+    assert [path.read_bytes() for path in tmp_path.glob("came*")] in ([b"", b""], [b""]), "a word of ours"
+    assert "closed in this process" in done.stderr
+    assert done.stderr.count("closed in this process") <= 2, "once for each rank"
+    assert ("Connection reset by peer" in done.stderr) is (how == "error")

@@ -23,7 +23,9 @@ from holdfast.base.errors import UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.liveness import heartbeat, heartbeat_page
 from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.core.elastic.watch_mode import QUICK
 from holdfast.core.elastic.worker_facts import Phase
+from holdfast.elastic.watchdog.watchdog import Watchdog
 
 JOBS = str(Path(__file__).with_name("watch_jobs.py"))
 # What the limits of these jobs are (their steps take some hundredths of a second), and what a busy machine may add.
@@ -215,6 +217,28 @@ def test_the_number_of_a_finished_step_is_shown_at_once_and_is_no_sign_of_progre
         writer.close()
     finally:
         os.close(fd)
+
+
+def test_no_stacks_are_written_to_a_file_that_has_the_descriptors_number(tmp_path: Path) -> None:
+    """The script closed all descriptors, and opened its own."""
+    fd, watchdog = heartbeat_page.make_page(), Watchdog(tmp_path, QUICK)
+    theirs = os.open(tmp_path / "theirs", os.O_RDWR | os.O_CREAT)
+    try:
+        heartbeat.attach(fd)
+        watchdog.started(0, os.getpid(), fd)
+        watchdog._ask(0)
+        assert "File " in heartbeat_page.take_dump(fd), "else nothing is proved below"
+        number = heartbeat_page.read(fd).dump_fd
+        os.dup2(theirs, number)
+        watchdog._ask(0)
+        heartbeat.detach()
+        assert os.fstat(number).st_size == 0
+        os.close(number)
+    finally:
+        watchdog.gone(0)
+        heartbeat.detach()
+        os.close(fd)
+        os.close(theirs)
 
 
 def test_a_long_wait_inside_another_one_keeps_the_patience_of_both() -> None:

@@ -161,6 +161,28 @@ def test_one_process_may_hold_it_twice_and_gives_it_back_once(tmp_path: Path) ->
     assert not refused_elsewhere(tmp_path / "root")
 
 
+def test_a_file_that_has_the_locks_number_is_neither_emptied_nor_closed(tmp_path: Path) -> None:
+    """A script closed all descriptors, and opened its own."""
+    store = job(tmp_path / "root")
+    store.run_lock.take("a")
+    lock = os.stat(tmp_path / "root" / "run.lock")
+    number = next(int(n) for n in os.listdir("/proc/self/fd") if is_at(int(n), lock))
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    own = os.open(tmp_path / "theirs", os.O_RDWR)
+    os.dup2(own, number)
+    store.run_lock.release()
+    assert os.pread(number, 100, 0) == b"theirs"
+    os.close(number)
+    os.close(own)
+
+
+def is_at(number: int, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(number), status)
+    except OSError:  # that of the listing itself
+        return False
+
+
 def test_who_reads_the_whole_directory_in_the_same_process_drops_no_lock(tmp_path: Path) -> None:
     """`shutil.copytree`, an upload, a hash of the directory: each opens and closes the file."""
     first = job(tmp_path / "root")

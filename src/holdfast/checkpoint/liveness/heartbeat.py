@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import logging
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Work
@@ -31,6 +32,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from holdfast.checkpoint.liveness import group_timeouts
 from holdfast.checkpoint.liveness.heartbeat_page import Writer
 from holdfast.core.elastic.worker_facts import Phase
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
+
+logger = logging.getLogger(__name__)
 
 # Nobody else's: the first few are taken by libc, and libraries that use real-time signals take low ones.
 DUMP_SIGNAL = signal.SIGRTMIN + 11
@@ -43,7 +47,7 @@ class _Hooks:
         self.writer: Writer | None = None
         self.main = threading.main_thread().ident
         self.steps_of: weakref.ref[Any] | None = None
-        self.stacks: IO[bytes] | None = None
+        self.stacks: OwnDescriptor | None = None  # not a file: one would close its number whoever has it by then
 
     def mine(self) -> Writer | None:
         """The page's writer, if this is the main thread."""
@@ -67,14 +71,14 @@ def attach(fd: int, *, dump_thread: int = 0) -> None:
     detach()
     first = _hooks.stacks is None and not getattr(Work.wait, "holdfast", False)
     # A description of its own: the position in the file is not the launcher's, and it only appends.
-    stacks = os.fdopen(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb", 0)
-    faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
+    stacks = OwnDescriptor.of(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+    faulthandler.register(DUMP_SIGNAL, file=stacks.number, all_threads=True, chain=False)
     if _hooks.stacks is not None:
         _hooks.stacks.close()
     _hooks.stacks = stacks
     _hooks.main = threading.main_thread().ident
     _hooks.steps_of = None
-    _hooks.writer = Writer(fd, dump_signal=DUMP_SIGNAL, dump_thread=dump_thread)
+    _hooks.writer = Writer(fd, dump_signal=DUMP_SIGNAL, dump_thread=dump_thread, dump_fd=stacks.number)
     if first:
         _hang_in()
 
@@ -86,8 +90,8 @@ def detach() -> None:
         writer.close()
     if _hooks.stacks is not None:
         # Not unregistered: a signal on its way would end the process.
-        nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), "wb", 0)
-        faulthandler.register(DUMP_SIGNAL, file=nowhere, chain=False)
+        nowhere = OwnDescriptor.of(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
+        faulthandler.register(DUMP_SIGNAL, file=nowhere.number, chain=False)
         _hooks.stacks.close()
         _hooks.stacks = nowhere
 

@@ -21,8 +21,8 @@ from holdfast.core.elastic.worker_facts import Beat, Phase
 PAGE_BYTES = 4096
 MAGIC = 0x48464231
 # magic, pid, signal that dumps the stacks, phase, inside, settled, changes, step, sequence, name of the collective, the
-# thread that may take the signal for the main one, seconds that the script gave its groups
-_HEAD = struct.Struct("<IIIBBBxQQQ32sId")
+# thread that may take the signal for the main one, seconds that the script gave its groups, the descriptor of the stacks
+_HEAD = struct.Struct("<IIIBBBxQQQ32sIdi")
 _SPENT_AT, _HISTOGRAMS_AT = 128, 256
 NUM_BUCKETS = 80
 LEAST_S = 0.001
@@ -49,16 +49,17 @@ class Writer:
         fd: of the page; may be closed afterwards.
         dump_signal: makes this process append its stacks behind the page; 0 for none.
         dump_thread: id of a thread that does so as well as the main one; 0 for none.
+        dump_fd: descriptor of the page that they are appended to, in this process.
     """
 
-    def __init__(self, fd: int, *, dump_signal: int = 0, dump_thread: int = 0) -> None:
+    def __init__(self, fd: int, *, dump_signal: int = 0, dump_thread: int = 0, dump_fd: int = -1) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._counts = memoryview(self._map)[_HISTOGRAMS_AT : _HISTOGRAMS_AT + 4 * NUM_BUCKETS * _ROWS].cast("I")
         self._spent = memoryview(self._map)[_SPENT_AT : _SPENT_AT + 8 * _NUM_PHASES].cast("d")
         self._longest = memoryview(self._map)[_LONGEST_AT : _LONGEST_AT + 8 * _NUM_PHASES].cast("d")
         before = _HEAD.unpack_from(self._map)
         self._map[_SPENT_AT:PAGE_BYTES] = bytes(PAGE_BYTES - _SPENT_AT)
-        self._signal, self._thread = dump_signal, dump_thread
+        self._signal, self._thread, self._dump_fd = dump_signal, dump_thread, dump_fd
         self._changes, self._step, self._sequence = before[6], before[7], 0
         self._collective, self._inside, self._group_s = b"", 0, 0.0
         self.phase = Phase.START
@@ -79,7 +80,7 @@ class Writer:
 
     def _write(self) -> None:
         head = (MAGIC, os.getpid(), self._signal, self.phase, self._inside, self._settled)
-        tail = (self._step, self._sequence, self._collective, self._thread, self._group_s)
+        tail = (self._step, self._sequence, self._collective, self._thread, self._group_s, self._dump_fd)
         _HEAD.pack_into(self._map, 0, *head, self._changes, *tail)
 
     def turn(self, phase: Phase) -> None:
@@ -144,14 +145,25 @@ class Reading:
         pid: of the process that wrote it; 0 if nobody did.
         dump_signal: what makes it append its stacks; 0 if nothing does.
         dump_thread: the thread that may get that signal instead of the main one; 0 for none.
+        dump_fd: the descriptor that it appends them to, in its process.
         spent_s: per phase.
         num_steps: steps of this record, the first left out.
     """
 
     def __init__(self, content: bytes) -> None:
-        magic, self.pid, self.dump_signal, phase, inside, settled, *numbers, name, self.dump_thread, group_s = (
-            _HEAD.unpack_from(content)
-        )
+        (
+            magic,
+            self.pid,
+            self.dump_signal,
+            phase,
+            inside,
+            settled,
+            *numbers,
+            name,
+            self.dump_thread,
+            group_s,
+            self.dump_fd,
+        ) = _HEAD.unpack_from(content)
         if magic != MAGIC or phase >= _NUM_PHASES:
             self.pid = self.dump_signal = self.dump_thread = 0
             self.beat, self.spent_s, self.num_steps = Beat(), dict.fromkeys(Phase, 0.0), 0
@@ -186,6 +198,18 @@ def read(fd: int) -> Reading:
     except OSError:
         content = b""
     return Reading(content.ljust(PAGE_BYTES, b"\0"))
+
+
+def is_dumped_to(fd: int, pid: int, dump_fd: int) -> bool:
+    """Return whether a process with this `Reading.dump_fd` would append its stacks to the page behind our `fd`, and not to a file of its script.
+
+    A script may close all descriptors and open others under their numbers; the fault handler cannot look.
+    """
+    try:
+        theirs, ours = os.stat(f"/proc/{pid}/fd/{dump_fd}"), os.fstat(fd)
+    except OSError:
+        return False
+    return os.path.samestat(theirs, ours)
 
 
 def take_dump(fd: int) -> str:

@@ -28,6 +28,7 @@ import xxhash
 from holdfast.base.errors import CorruptError, HoldfastError
 from holdfast.checkpoint.entries.types import Gathered, Group
 from holdfast.core.model import Shard, Version
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 from holdfast.tiers.format import values as value_codec
 
 # More is not noted: such a state is saved, not noted.
@@ -91,9 +92,14 @@ _note_of = msgspec.msgpack.Decoder(StepSnapshot)
 class SnapshotPage:
     """The two halves behind a descriptor of the launcher's. Reading and writing are the trainer's thread's."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, own: OwnDescriptor | None = None) -> None:
         self._fd = fd
+        self._own = own or OwnDescriptor.of(fd)
         self._next = -1  # the half that is written next; -1: the one with the older note
+
+    def is_ours(self) -> bool:
+        """Return whether the page is still behind its descriptor: a script may have closed it, and opened a file there."""
+        return self._own.is_ours()
 
     def write(self, version: Version, blob: bytes) -> None:
         """Replaces the older of the two notes."""
@@ -111,7 +117,7 @@ class SnapshotPage:
 
     def read(self) -> dict[Version, StepSnapshot]:
         """The notes that are whole."""
-        half, found = self._half(), {}
+        half, found = self._half() if self.is_ours() else 0, {}
         for index in range(2 if half else 0):
             magic, incarnation, step, length, digest = self._head(half * index)
             if magic != MAGIC or _HEAD.size + length > half:
@@ -147,7 +153,12 @@ def make_page() -> int:
 class _Seat:
     """The page of this process; its own descriptor."""
 
-    fd: int = -1
+    own: OwnDescriptor | None = None
+
+    @property
+    def fd(self) -> int:
+        """Return its number; -1 if there is none."""
+        return self.own.number if self.own is not None else -1
 
 
 _worker_slot = _Seat()
@@ -155,14 +166,15 @@ _worker_slot = _Seat()
 
 def attach(fd: int) -> None:
     """Notes go to this page from now on; the descriptor is ours."""
-    if _worker_slot.fd >= 0:
-        os.close(_worker_slot.fd)
-    _worker_slot.fd = fd
+    if _worker_slot.own is not None:
+        _worker_slot.own.close()
+    _worker_slot.own = OwnDescriptor.of(fd) if fd >= 0 else None
 
 
 def page() -> SnapshotPage | None:
     """The page of this process, if its launcher gave it one."""
-    return SnapshotPage(_worker_slot.fd) if _worker_slot.fd >= 0 else None
+    own = _worker_slot.own
+    return SnapshotPage(own.number, own) if own is not None and own.is_ours() else None
 
 
 class SnapshotWriter:
@@ -189,6 +201,9 @@ class SnapshotWriter:
     def write(self, version: Version, gathered: Gathered) -> bool:
         """Notes the state; whether that was possible."""
         started = time.perf_counter()
+        if not self._page.is_ours():
+            self.refused = "the script closed the descriptor of its notes"
+            return False
         try:
             blob = self._encode(gathered)
         except HoldfastError as error:

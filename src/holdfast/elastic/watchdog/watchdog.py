@@ -251,6 +251,8 @@ class Watchdog:
         seen = vitals(worker.pid)
         if not number or seen is None or not seen.catches >> (number - 1) & 1:
             return
+        if not heartbeat_page.is_dumped_to(worker.page_fd, worker.pid, reading.dump_fd):
+            return  # the script has closed the descriptor, and its number may be a file of its own
         # No signal is to end the call in which the main thread waits. When it computes it answers itself: its frames change.
         if seen.state in "SD" and reading.dump_thread:
             worker.asked = worker_interrupt.signal_thread(worker.pid, reading.dump_thread, number)

@@ -9,6 +9,7 @@ without a reason others may).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import struct
@@ -16,6 +17,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
+
+logger = logging.getLogger(__name__)
 
 _MAX_PART = 1 << 16
 _MAX_FDS = 4
@@ -59,10 +64,14 @@ class AgentChannel:
 
     Attributes:
         descriptors: those that came with the messages, in their order; whoever takes one closes it.
+        lost: this process has closed the socket from elsewhere, as a script does with all descriptors; its number may be
+            another file's. From then on nothing is sent or received.
     """
 
     def __init__(self, link: socket.socket) -> None:
         self.socket = link
+        self.lost = False
+        self._own = OwnDescriptor.of(link.fileno())
         self.descriptors: list[int] = []
         self._unread = b""
         self._sending = threading.RLock()  # taken again by a signal's handler that interrupts a send
@@ -83,6 +92,8 @@ class AgentChannel:
 
     def _send(self, data: bytes, *descriptors: int) -> bool:
         with self._sending:
+            if not self.is_whole():
+                return False
             try:
                 sent = socket.send_fds(self.socket, [data], descriptors) if descriptors else 0
                 self.socket.sendall(data[sent:])
@@ -96,6 +107,8 @@ class AgentChannel:
         Args:
             wait: block until at least a part of one arrives.
         """
+        if not self.is_whole():
+            return None
         try:
             # Not `socket.recv_fds`: it takes flags and leaves them out.
             flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
@@ -107,13 +120,29 @@ class AgentChannel:
             return []
         except OSError:
             part = b""
+            self.is_whole()
         if not part:
             return None
         *lines, self._unread = (self._unread + part).split(b"\n")
         return [json.loads(line) for line in lines]
 
+    def is_whole(self) -> bool:
+        """Return whether the socket is still ours; where it is not, that is said once."""
+        if self.lost or self.socket.fileno() < 0:
+            return False
+        if not self._own.is_ours():
+            self.lost = True
+            self.socket.detach()  # its number is not ours to close
+            logger.warning(
+                "the line between this worker and its launcher was closed in this process (a library that closes all"
+                " descriptors?): it runs on, and is replaced if it would have to run again"
+            )
+        return not self.lost
+
     def close(self) -> None:
         """Closes this end."""
+        if self.socket.fileno() >= 0 and not self._own.is_ours():
+            self.socket.detach()
         self.socket.close()
         while self.descriptors:
             os.close(self.descriptors.pop())

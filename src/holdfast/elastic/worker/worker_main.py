@@ -46,6 +46,7 @@ from holdfast.elastic.worker.kill_descendants import kill_group
 from holdfast.elastic.worker.run_leftovers import Look
 from holdfast.elastic.worker.script_sandbox import ScriptSandbox, leave_logging_to_the_script
 from holdfast.elastic.worker.signal_mask import deaf
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Runner:
         self._script = script
         self._looks = looks
         self._line = AgentChannel(link)
-        self._page = page
+        self._page = OwnDescriptor.of(page)
         leave_logging_to_the_script()
         input_watch.watch(self._reads_input)
         self._stage = ScriptSandbox()
@@ -201,6 +202,8 @@ class Runner:
         """The script has finished. The process stays for a run that may be needed if it holds groups, else it ends: 0."""
         with self._changed:
             self._departs = not group_teardown.holds_groups() and self._newer(order.number) is None
+            if not self._line.is_whole():  # nobody can say when to end: it ends as under plain Python, and well
+                self._departs, self._verdict = True, "end"
         self._lingers = True
         self._line.send("finished", order.number, departs=self._departs)
         return 0 if self._departs else None
@@ -259,7 +262,9 @@ class Runner:
             return False
         with self._changed:
             self._break_off(order)
-        self._line.send("raised", order.number, error=f"{type(error).__name__}: {error}"[:500])
+        told = self._line.send("raised", order.number, error=f"{type(error).__name__}: {error}"[:500])
+        if not told and self._line.lost:
+            return False  # nobody can say whose fault it was
         with self._changed:
             self._changed.wait_for(lambda: bool(self._verdict) or self._newer(order.number) is not None)
             return self._newer(order.number) is not None
@@ -303,7 +308,8 @@ class Runner:
         wish = open_checkpointers.wish
         wish.older, wish.version, wish.jobs = order.older, order.version, order.jobs
         label_process(f"hf-rank-{order.environment.get('RANK', '')}")
-        heartbeat.attach(self._page, dump_thread=self._ear.native_id or 0)
+        if self._page.is_ours():  # else the record goes on in memory
+            heartbeat.attach(self._page.number, dump_thread=self._ear.native_id or 0)
         heartbeat.at_step(-1)  # the script begins at its first line; a restore says where it goes on
         with self._changed:
             fd, self._notes = self._notes, -1
@@ -328,6 +334,8 @@ class Runner:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {heartbeat.DUMP_SIGNAL})
         while True:
             messages = self._line.receive(wait=not self._must_leave())
+            if messages is None and self._line.lost:
+                threading.Event().wait()  # the script runs on; this thread may still be asked for stacks
             if messages is None:
                 _end_now()  # the agent is gone: whoever replaces it starts others
             for message in messages or ():
@@ -345,7 +353,8 @@ class Runner:
 
     def _take(self, order: RunOrder) -> None:
         """Under the lock."""
-        if self._departs:  # what the script does at its end belongs to a run that is void now
+        # What the script does at its end belongs to a run that is void now; without a line none can be taken.
+        if self._departs or not self._line.is_whole():
             self._line.send("unfit", order.number, why="")
             _end_now()
         self._order = order

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from holdfast.base.errors import InUse, StorageError
 from holdfast.tiers.backends.local import translate
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 from holdfast.tiers.backends.posix_io import is_remote
 from holdfast.tiers.format.strict_json import parse_loose
 
@@ -54,7 +55,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 class _Held:
     """A lock of this process."""
 
-    fd: int
+    own: OwnDescriptor
     users: int = 1
 
 
@@ -119,9 +120,10 @@ class RunLock:
             held.users -= 1
             if held.users == 0:
                 del _held[key]
-                with contextlib.suppress(OSError):
-                    os.ftruncate(held.fd, 0)  # while it is ours: nobody is to be named by mistake
-                os.close(held.fd)
+                if held.own.is_ours():  # a script may have closed it, and opened a file of its own under the number
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(held.own.number, 0)  # while it is ours: nobody is to be named by mistake
+                held.own.close()
 
     def _try(self, run_id: str) -> bool:
         with _guard:
@@ -159,7 +161,7 @@ class RunLock:
             os.close(fd)
             raise
         self._key = key
-        _held[key] = _Held(fd)
+        _held[key] = _Held(OwnDescriptor.of(fd))
         _let_children_go()
         return True
 
@@ -216,7 +218,7 @@ def _let_children_go() -> None:
 def _close_all() -> None:
     for held in _held.values():
         with contextlib.suppress(OSError):
-            os.close(held.fd)
+            held.own.close()
     _held.clear()
 
 
