@@ -79,6 +79,8 @@ class SaveHandle:
         known = client.announced.known(self.version) if client is not None else None
         if self._given_up or (known is not None and known.abandoned):
             return True, self._given_up or (known.reason if known is not None else "")
+        if client is not None and (over := client.announced.superseded(self.version)):
+            return True, over
         return False, known.reason if known is not None else "nothing was announced yet"
 
     def _is_durable(self) -> bool:
@@ -155,7 +157,7 @@ def _alarms(client: KeeperClient) -> str:
         return ""
 
 
-def as_level(level: Level | str) -> Level:
+def as_level(level: object) -> Level:
     """The level that a caller names.
 
     Raises:
