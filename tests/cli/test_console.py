@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import io
+import json
+import math
 import re
 import string
 from pathlib import Path
@@ -25,6 +27,16 @@ class Terminal(io.StringIO):
 )
 def test_sizes(size: int, text: str) -> None:
     assert console.size_text(size) == text
+
+
+def test_numbers_that_json_does_not_know_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """A best loss is infinite before the first evaluation; no program but Python's reads `Infinity`."""
+    values = {"best": math.inf, "worst": -math.inf, "losses": [1.5, math.nan], "state": {"seed": 1 << 20000}, "step": 3}
+    console.print_json({"values": values})
+    written = capsys.readouterr().out
+    shown = json.loads(written, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["values"]
+    assert (shown["best"], shown["worst"], shown["losses"]) == ("inf", "-inf", [1.5, "nan"])
+    assert (int(shown["state"]["seed"], 16), shown["step"]) == (1 << 20000, 3)
 
 
 def test_short_work_shows_no_progress() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +241,57 @@ def test_digests_are_listed_as_other_tools_check_them(holdfast: Run, checkpoint:
     assert answer.returncode == 2
     assert "cannot be written" in answer.stderr
     assert "remedy" in answer.stderr
+
+
+def test_a_list_of_digests_takes_the_place_of_plain_files_only(holdfast: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """As root a rename over `/dev/stdout` or `/dev/null` takes them away from the whole machine."""
+    plain, pipe, link = tmp_path / "plain", tmp_path / "pipe", tmp_path / "link"
+    assert holdfast("verify", checkpoint, "--sha256", plain).returncode == 0
+    digests = plain.read_bytes()
+    link.symlink_to(plain)
+    plain.write_bytes(b"")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert holdfast("verify", checkpoint, "--sha256", pipe).returncode == 0
+        assert os.read(reader, 1 << 16) == digests
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert holdfast("verify", checkpoint, "--sha256", link).returncode == 0
+    assert link.is_symlink()
+    assert plain.read_bytes() == digests
+    for directory in ("", ".", tmp_path):
+        answer = holdfast("verify", checkpoint, "--sha256", directory, "--json")
+        assert answer.returncode == 2
+        assert "cannot be written" in json.loads(answer.stdout)["error"]["what"]
+
+
+def test_a_list_of_digests_for_standard_output_stands_before_what_is_told(
+    holdfast: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Into a file or a pipe: its lines are whole, and nothing is written over them. The link is what `/dev/stdout` is."""
+    expected, stdout = tmp_path / "expected", tmp_path / "stdout"
+    stdout.symlink_to("/proc/self/fd/1")
+    assert holdfast("verify", checkpoint, "--sha256", expected).returncode == 0
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "holdfast.cli.cli", "verify", str(checkpoint), "--sha256", str(stdout)]
+    with out.open("wb") as file:
+        assert subprocess.run(command, stdout=file, timeout=60).returncode == 0
+    piped = subprocess.run(command, stdout=subprocess.PIPE, timeout=60)
+    assert stdout.is_symlink()
+    assert out.read_bytes() == piped.stdout
+    assert piped.stdout.startswith(expected.read_bytes())
+    assert piped.stdout.decode().count(": good") == 2
+
+
+def test_a_loop_of_links_is_a_path_that_refuses(holdfast: Run, tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for command in ("ls", "verify", "inspect", "groups"):
+        answer = holdfast(command, tmp_path / "a", "--json")
+        assert answer.returncode == 1
+        assert json.loads(answer.stdout)["error"]["code"] == "HF200", answer.stdout
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])

@@ -8,6 +8,7 @@ traceback for a HoldfastError.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from holdfast.base.terminal import shown
 GOOD, PROBLEM, USAGE = 0, 1, 2
 TERMINAL_REFRESH_S = 0.1
 LOG_REFRESH_S = 5.0
+# Longer ones are refused by Python (sys.set_int_max_str_digits), beyond 4,300 digits.
+MOST_DECIMAL_BITS = 8192
 
 size_text = progress_report.size_text
 
@@ -34,8 +37,25 @@ def say(text: object = "", *, file: TextIO | None = None, end: str = "\n") -> No
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on one line."""
-    print(json.dumps(document, default=str))
+    """One JSON document on one line. A number that JSON does not know stands there as text: `"nan"`, `"inf"`."""
+    try:
+        text = json.dumps(document, default=str, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_with_numbers_of_json(document), default=str, allow_nan=False)
+    print(text)
+
+
+def _with_numbers_of_json(document: Any) -> Any:
+    """Spell out numbers without end, and those with more digits than Python writes in decimal."""
+    if isinstance(document, dict):
+        return {key: _with_numbers_of_json(value) for key, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [_with_numbers_of_json(value) for value in document]
+    if isinstance(document, float) and not math.isfinite(document):
+        return str(float(document))
+    if isinstance(document, int) and document.bit_length() > MOST_DECIMAL_BITS:
+        return hex(document)
+    return document
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

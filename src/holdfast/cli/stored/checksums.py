@@ -7,6 +7,9 @@ directory or in a copy of it. Of an encrypted file it is the digest of what is s
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -33,11 +36,40 @@ def write(backend: Backend, versions: Iterable[tuple[Version, Manifest]], target
             if ROOT_NAME in dict(backend.listing(str(version))):
                 raise
     try:
-        with replacing(target) as file:
-            file.write("".join(lines).encode("ascii"))
+        _put(target, "".join(lines).encode("ascii"))
     except OSError as error:
         remedy = "name a file in a directory that may be written"
         raise UsageError(f"the list cannot be written: {error.strerror}", where=str(target), remedy=remedy) from error
+
+
+def _put(target: Path, data: bytes) -> None:
+    """Write into what is no plain file, such as `/dev/stdout`, and into a link of ours or root's; else replace the file."""
+    try:
+        there = target.stat()
+    except FileNotFoundError:
+        there = None
+    if there is None or (stat.S_ISREG(there.st_mode) and not _is_trusted_link(target)):
+        with replacing(target) as file:
+            file.write(data)
+    elif _is_standard_output(there):
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)  # opened anew it would have a place of its own, and overwrite what is printed
+        sys.stdout.flush()
+    else:
+        target.write_bytes(data)
+
+
+def _is_trusted_link(target: Path) -> bool:
+    """Another user's link may have been made for us to follow."""
+    found = target.lstat()
+    return stat.S_ISLNK(found.st_mode) and found.st_uid in (0, os.geteuid())
+
+
+def _is_standard_output(there: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(there, os.fstat(sys.stdout.fileno()))
+    except (OSError, ValueError, AttributeError):  # closed, or a stand-in
+        return False
 
 
 def _lines(backend: Backend, version: Version, manifest: Manifest) -> Iterator[str]:

@@ -355,10 +355,11 @@ class NodeLedger:
         return self._versions.setdefault(version, _Local())
 
     def _forget(self, *, besides: Version) -> None:
-        """Bounded; kept are the newest captured version and whatever a slot may still hold."""
+        """Bounded; kept are the newest version of each level, however far behind, and whatever a slot may still hold."""
         excess = len(self._versions) - coordinator_board.MAX_VERSIONS
         if excess > 0:
             kept = {self._captured, besides, *(version for begun in self._begun.values() for version in begun)}
+            kept |= {self.newest(level) for level in _LEVELS.values()}
             old = (v for v, local in self._versions.items() if v not in kept and self._is_settled(v, local))
             for version in sorted(old)[:excess]:
                 del self._versions[version]

@@ -205,7 +205,7 @@ def is_remote(path: Path) -> bool:
     """Returns whether other machines may write below `path` too: unless the kernel's table of mounts denies it."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-        real = str(path.resolve())
+        real = os.path.realpath(path)  # goes on at a loop of links, which whoever opens it is told of
     except OSError:
         return True
     kind, longest = "", -1
