@@ -303,6 +303,7 @@ class Agent(RendezvousAgent):
             links.gone()  # else the next wait would end at once
 
     def _hear(self, worker_slot: WorkerSlot) -> None:
+        worker_slot.line.flush()
         messages = [] if worker_slot.silent else worker_slot.line.receive(wait=False)
         if messages is None:
             worker_slot.silent = True

@@ -14,7 +14,10 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+import time
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_PART = 1 << 16
 _MAX_FDS = 4
+PATIENCE_S = 1
 _INT = struct.Struct("i")
 
 
@@ -62,14 +66,23 @@ class RunOrder:
 class AgentChannel:
     """One end. `send` may be called by any thread, `receive` by one.
 
+    Args:
+        link: the socket.
+        patience_s: how long a send may wait for the other end to read; the rest is kept for `flush`. 0: for ever.
+
     Attributes:
         descriptors: those that came with the messages, in their order; whoever takes one closes it.
         lost: this process has closed the socket from elsewhere, as a script does with all descriptors; its number may be
             another file's. From then on nothing is sent or received.
     """
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: socket.socket, *, patience_s: float = 0.0) -> None:
         self.socket = link
+        self._patience_s = patience_s
+        # What the other end has not taken yet, in its order: bytes, the descriptors that go with their first, and whether
+        # a newer order takes its place while none of it was sent.
+        self._unsent: deque[tuple[bytes, tuple[int, ...], bool]] = deque()
+        self._pushes = False
         self.lost = False
         self._own = OwnDescriptor.of(link.fileno())
         self.descriptors: list[int] = []
@@ -88,18 +101,65 @@ class AgentChannel:
     def order(self, order: RunOrder, notes: int = -1) -> bool:
         """Sends an order, with the descriptor `notes` if that is one; whether somebody was there."""
         facts = {"op": "run", **asdict(order), "notes": notes >= 0}
-        return self._send(json.dumps(facts).encode() + b"\n", *([notes] if notes >= 0 else []))
+        return self._send(json.dumps(facts).encode() + b"\n", *([notes] if notes >= 0 else []), replaces=True)
 
-    def _send(self, data: bytes, *descriptors: int) -> bool:
+    def flush(self) -> None:
+        """Send what the other end would not take before, as far as it does now, without waiting."""
+        with self._sending:
+            if self._unsent and not self._pushes and self.is_whole():
+                self._push(time.monotonic())
+
+    def _send(self, data: bytes, *descriptors: int, replaces: bool = False) -> bool:
+        """Send all of it, or keep the rest: a message that is cut off would spoil the next one."""
         with self._sending:
             if not self.is_whole():
                 return False
-            try:
-                sent = socket.send_fds(self.socket, [data], descriptors) if descriptors else 0
-                self.socket.sendall(data[sent:])
-            except OSError:
-                return False
+            if not self._patience_s:
+                return self._send_all(data, descriptors)
+            if replaces:  # so the queue holds a begun order, the newest, and a few words
+                self._unsent = deque(one for one in self._unsent if not one[2])
+            self._unsent.append((data, descriptors, replaces))
+            # A handler that interrupts a send leaves it to that.
+            return self._pushes or self._push(time.monotonic() + self._patience_s)
+
+    def _send_all(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        try:
+            sent = socket.send_fds(self.socket, [data], descriptors) if descriptors else 0
+            self.socket.sendall(data[sent:])
+        except OSError:
+            return False
         return True
+
+    def _push(self, until: float) -> bool:
+        """Send what is there, under the lock; return whether the other end is still there."""
+        self._pushes = True
+        try:
+            while self._unsent:
+                left = until - time.monotonic()
+                try:
+                    self._push_part(socket.MSG_DONTWAIT if left <= 0 else 0)
+                except BlockingIOError:
+                    if left <= 0:
+                        return True
+        except OSError:
+            self._unsent.clear()
+            return False
+        finally:
+            self._pushes = False
+        return True
+
+    def _push_part(self, flags: int) -> None:
+        """Send a part of the first message: the time limit of the socket holds for a call."""
+        data, descriptors, replaces = self._unsent.popleft()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+        sent = 0
+        try:
+            sent = self.socket.sendmsg([data[:_MAX_PART]], rights, flags)  # `socket.send_fds` leaves the flags out
+        finally:
+            if sent == 0:
+                self._unsent.appendleft((data, descriptors, replaces))
+            elif sent < len(data):
+                self._unsent.appendleft((data[sent:], (), False))
 
     def receive(self, *, wait: bool) -> list[dict[str, Any]] | None:
         """Whole messages that arrived, maybe none; None when the other end is gone.
@@ -170,5 +230,5 @@ def pair() -> tuple[AgentChannel, socket.socket]:
     """Our end, and the end that the worker gets. Ours is not inherited."""
     ours, theirs = socket.socketpair()
     # A worker that does not read (stopped, or stuck with the interpreter's lock) must not stop its agent.
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
-    return AgentChannel(ours), theirs
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", PATIENCE_S, 0))
+    return AgentChannel(ours, patience_s=PATIENCE_S), theirs
