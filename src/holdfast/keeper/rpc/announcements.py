@@ -95,7 +95,7 @@ class Announced:
             return max((version for version, known in self._levels.items() if known.reached), default=None)
 
     def superseded(self, version: Version) -> str:
-        """Why nothing more of the incarnation of `version` becomes durable; empty as long as it may."""
+        """Return why nothing more of the incarnation of `version` becomes durable; empty as long as it may."""
         with self._changed:
             return self._alarms.get(messages.superseded(version.incarnation), "")
 

@@ -350,7 +350,7 @@ class Committer:
         self._retire(storage, job)
 
     def _is_superseded(self, version: Version) -> bool:
-        """Whether a newer incarnation is registered; a path that cannot be read now proves nothing."""
+        """Return whether a newer incarnation is registered; a path that cannot be read now proves nothing."""
         try:
             return self._lazy_storage.open().incarnations.highest() > version.incarnation
         except HoldfastError:
