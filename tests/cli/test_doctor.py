@@ -28,6 +28,34 @@ def test_a_sound_machine_and_path(holdfast: Run, tmp_path: Path, runtime_dir: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("url", ["foo://bar", "http://127.0.0.1:1/run1", ""])
+def test_what_no_job_could_open_is_a_problem(url: str) -> None:
+    """Every other command refuses it; a directory of that name below the working directory is not what was asked about."""
+    (found,) = doctor.directory_checks(url)
+    assert (found.name, found.state) == ("path", "problem")
+    assert "is not a place for checkpoints" in found.detail
+    assert "file://" in found.remedy
+
+
+def test_a_url_of_a_directory_is_that_directory(checkpoint: Path) -> None:
+    found = next(iter(doctor.directory_checks(f"file://{checkpoint}")))
+    assert (found.state, found.detail) == ("good", f"{checkpoint} is a checkpoint directory")
+
+
+def test_links_that_lead_nowhere_and_a_damaged_record_are_problems(checkpoint: Path, tmp_path: Path) -> None:
+    nowhere, loop, file = tmp_path / "nowhere", tmp_path / "loop", checkpoint / doctor.MARKER
+    nowhere.symlink_to("not there")
+    loop.symlink_to("loop")
+    for link in (nowhere, loop):
+        assert (
+            "leads nowhere"
+            in next(found for found in doctor.directory_checks(str(link)) if found.state == "problem").detail
+        )
+    file.write_text("{")
+    found = doctor.ownership(checkpoint)
+    assert (found.state, "cannot be opened" in found.detail) == ("problem", True)
+
+
 def test_a_checkpoint_directory_stays_as_it_was(holdfast: Run, checkpoint: Path, runtime_dir: Path) -> None:
     before = sorted(checkpoint.rglob("*"))
     assert holdfast("doctor", checkpoint).returncode == 0

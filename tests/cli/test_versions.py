@@ -19,6 +19,7 @@ from holdfast.cli import console
 from holdfast.cli.stored import export, versions
 from holdfast.core.model import Version
 from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.stored_bundles import StoredBundles
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
@@ -292,6 +293,27 @@ def test_a_loop_of_links_is_a_path_that_refuses(holdfast: Run, tmp_path: Path) -
         answer = holdfast(command, tmp_path / "a", "--json")
         assert answer.returncode == 1
         assert json.loads(answer.stdout)["error"]["code"] == "HF200", answer.stdout
+
+
+def test_a_manifest_that_is_listed_and_not_found_is_not_called_retired(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store that lags denies what it lists. `verify && echo all good` must not pass over it."""
+    read = Storage.manifest
+
+    def manifest(storage: Storage, version: Version) -> Manifest:
+        if str(version) == NEWEST:
+            raise VersionNotFound(f"there is no {NEWEST}/manifest.json", where=f"{NEWEST}/manifest.json")
+        return read(storage, version)
+
+    monkeypatch.setattr(Storage, "manifest", manifest)
+    for look in (versions.verify_versions, lambda root, _, as_json: versions.list_versions(root, as_json=as_json)):
+        assert look(str(checkpoint), None, as_json=True) == console.PROBLEM
+        good, lagging = json.loads(capsys.readouterr().out)["versions"]
+        assert good["state"] in {"good", "durable"}
+        assert lagging["state"] == "not readable now"
+    (checkpoint / NEWEST / "manifest.json").unlink()
+    assert versions.examine(open_storage(checkpoint, Events()), Version(1, 20)).retired
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])

@@ -38,7 +38,7 @@ from holdfast.tiers.backends.open_url import is_bucket, open_backend
 from holdfast.tiers.memory import memory_pages
 from holdfast.tiers.memory.memory_budget import allowed_bytes, read_limits
 from holdfast.tiers.memory.slots import Slot
-from holdfast.tiers.storage.incarnations import NOT_FOREIGN
+from holdfast.tiers.storage.incarnations import NOT_FOREIGN, read_job
 from holdfast.tiers.wire import frames, tcp
 from holdfast.tiers.wire.frames import unix_path
 from holdfast.tiers.wire.tls import Credentials
@@ -67,7 +67,7 @@ def doctor(root: str | None, *, as_json: bool) -> int:
     settings = load()
     checks = list(machine_checks(settings, root or "/checkpoints"))
     if root is not None:
-        checks += bucket_checks(root) if is_bucket(root) else storage_checks(Path(os.path.abspath(root)))
+        checks += bucket_checks(root) if is_bucket(root) else directory_checks(root)
     healthy = all(check.state != PROBLEM for check in checks)
     if as_json:
         rows = [{"name": c.name, "state": c.state, "detail": c.detail, "remedy": c.remedy} for c in checks]
@@ -215,6 +215,16 @@ def network(settings: Config, root: str) -> Check:
     return Check("network", GOOD, detail)
 
 
+def directory_checks(root: str) -> Iterator[Check]:
+    """Check a root that is no bucket, as every command and every job would open it."""
+    try:
+        backend = open_backend(root)
+    except HoldfastError as error:
+        yield Check("path", PROBLEM, error.what, error.remedy)
+        return
+    yield from storage_checks(Path(backend.properties.where))
+
+
 def storage_checks(root: Path) -> Iterator[Check]:
     """Check what a checkpoint path must be able to do."""
     try:
@@ -243,6 +253,12 @@ def bucket_checks(url: str) -> Iterator[Check]:
     except HoldfastError as error:
         yield Check("bucket", PROBLEM, error.what, error.remedy)
         return
+    if MARKER in names:
+        try:
+            read_job(backend)
+        except HoldfastError as error:
+            yield Check("path", PROBLEM, f"{url} cannot be opened: {error.what}", error.remedy)
+            return
     if MARKER not in names and not NOT_FOREIGN.issuperset(names):
         yield Check("path", PROBLEM, f"{url} holds objects that are not ours ({names[0]})", "choose an empty prefix")
     else:
@@ -295,10 +311,17 @@ def trial_directory(place: Path) -> Iterator[Path]:
 def ownership(root: Path) -> Check:
     """Return whether the path is new, ours, or somebody else's."""
     if not root.exists():
+        if root.is_symlink():
+            return Check("path", PROBLEM, f"{root} is a link that leads nowhere", "make what it names, or remove it")
         return Check("path", GOOD, f"{root} does not exist yet")
     if not root.is_dir():
         return Check("path", PROBLEM, f"{root} is not a directory", "choose another path")
     names = {f"{entry.name}/" if entry.is_dir() else entry.name for entry in root.iterdir()} - NOT_FOREIGN
+    if MARKER in names:
+        try:
+            read_job(LocalBackend(root))
+        except HoldfastError as error:
+            return Check("path", PROBLEM, f"{root} cannot be opened: {error.what}", error.remedy)
     if MARKER in names or not names:
         return Check("path", GOOD, f"{root} is {'a checkpoint directory' if names else 'empty'}")
     return Check("path", PROBLEM, f"{root} holds files that are not ours ({min(names)})", "choose an empty directory")

@@ -64,8 +64,11 @@ def _rows(storage: Storage) -> Iterator[Row]:
             continue
         try:
             yield Row(version, "durable", storage.manifest(version))
-        except VersionNotFound:
-            continue  # retired while we looked
+        except VersionNotFound as error:
+            if not storage.is_committed(version):
+                continue  # retired while we looked
+            unread = _listed_and_not_found(error)
+            yield Row(version, _state(unread), error=unread)
         except HoldfastError as error:
             yield Row(version, _state(error), error=error)
 
@@ -77,6 +80,11 @@ def _state(error: HoldfastError) -> str:
     if isinstance(error, InUse):
         return "another job's"
     return "damaged" if error.condemns else "not readable now" if error.retryable else "not readable here"
+
+
+def _listed_and_not_found(error: VersionNotFound) -> StorageError:
+    """Return what is wrong with a version that stands in the listing and is denied when it is read, as a store that lags does."""
+    return StorageError("the manifest is listed and cannot be found", where=error.where, remedy="look again later")
 
 
 def _row_cells(row: Row, *, pinned: bool, held: bool) -> tuple[object, ...]:
@@ -232,8 +240,10 @@ def examine(storage: Storage, version: Version) -> Verdict:
     try:
         manifest = storage.manifest(version)
         return Verdict(version, manifest, tuple(_problems(storage, manifest)))
-    except VersionNotFound:
-        return Verdict(version, retired=True)
+    except VersionNotFound as error:
+        if not storage.is_committed(version):
+            return Verdict(version, retired=True)
+        return Verdict(version, problems=(_listed_and_not_found(error),))
     except HoldfastError as error:
         return Verdict(version, problems=(error,))
 
