@@ -139,3 +139,24 @@ def test_it_is_told_once_for_each_cause_and_tried_ever_more_rarely(caplog: pytes
         supply.worked()
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR", "WARNING"]
     assert supply.may_try(now)
+
+
+def test_a_limit_of_the_size_of_files_ends_no_job_and_is_told(tmp_path: Path) -> None:
+    """`ulimit -f 1`: 1 KiB or 512 bytes, less than a page."""
+    (tmp_path / "script.py").write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"
+        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.kill(os.getpid(), 9)\n"
+    )
+    command = [
+        sys.executable, "-W", "ignore", "-m", "holdfast.elastic.launch.run_command", "--standalone", "--nproc-per-node=2",
+        "script.py",
+    ]  # fmt: skip
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *command],
+        cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False,
+        env={**os.environ, "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run"), "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("ulimit -f") == 1
+    assert "Traceback" not in done.stderr

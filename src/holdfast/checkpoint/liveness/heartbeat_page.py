@@ -36,9 +36,17 @@ _LONGEST_AT = _HISTOGRAMS_AT + 4 * NUM_BUCKETS * _ROWS
 
 
 def make_page() -> int:
-    """A descriptor of a new page, all zero; inherited only by a fork."""
+    """A descriptor of a new page, all zero; inherited only by a fork.
+
+    Raises:
+        OSError: there is none now; EFBIG: there will be none, as the user allows no file of its size.
+    """
     fd = os.memfd_create("holdfast-beats", os.MFD_CLOEXEC)
-    os.ftruncate(fd, PAGE_BYTES)
+    try:
+        os.ftruncate(fd, PAGE_BYTES)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

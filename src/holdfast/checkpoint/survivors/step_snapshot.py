@@ -210,7 +210,10 @@ class SnapshotWriter:
             self.refused = str(error)
             return False
         if not self.refused:
-            self._page.write(version, blob)
+            try:
+                self._page.write(version, blob)
+            except OSError as error:
+                self.refused = f"its page cannot be written: {error.strerror}"
         self._last_s = time.perf_counter() - started
         self._spent_s += self._last_s
         return not self.refused

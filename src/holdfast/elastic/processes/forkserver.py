@@ -44,6 +44,7 @@ CLOSE_S = 10.0
 # that computes, waits for a processor or for a disk imports something, and that takes as long as it takes.
 TOLD_S, ASLEEP_S = 10.0, 60.0
 _MAX_MESSAGE = 1 << 16
+_FORK, _FORK_WITHOUT_PAGE = b"f", b"w"
 
 # The launcher handles these in any case, so the programs that it starts have the default.
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
@@ -176,7 +177,7 @@ class ForkServer:
         return self._ready or self.lost
 
     def fork(self, control: socket.socket, page: int) -> Child:
-        """A new worker with `control` as its line to us and `page` for its beats.
+        """A new worker with `control` as its line to us and `page` for its beats; -1: it has none.
 
         Raises:
             ForkServerLost: it is gone, or does not answer.
@@ -185,7 +186,8 @@ class ForkServer:
         if not self.ready:
             raise NotForked("the process that workers are forked from is starting")
         try:
-            socket.send_fds(self._link, [b"f"], [control.fileno(), page])
+            given = [control.fileno(), *([page] if page >= 0 else [])]
+            socket.send_fds(self._link, [_FORK if page >= 0 else _FORK_WITHOUT_PAGE], given)
         except OSError as error:
             self.lost = True
             raise ForkServerLost(f"the process that workers are forked from is gone: {error}") from error
@@ -337,13 +339,13 @@ class _ForkServerProcess:
                 if pidfd != link:
                     self._reap(pidfd)
             if link in ready:
-                given = self._receive()
-                if len(given) != 2:
+                given, num_given = self._receive()
+                if len(given) != num_given:
                     for fd in given:
                         os.close(fd)
                     self._tell({"no": "too few descriptors (ulimit -n) where workers are forked"})
                     continue
-                control, page = given
+                control, page = [*given, -1][:2]
                 try:
                     pid = os.fork()
                 except OSError as error:
@@ -355,13 +357,13 @@ class _ForkServerProcess:
             elif not ready:
                 _import_quietly(self._to_warm.pop(0))
 
-    def _receive(self) -> list[int]:
-        """Receive for each worker that is wanted its line and its page."""
+    def _receive(self) -> tuple[list[int], int]:
+        """Receive for each worker that is wanted its line, and its page if it is to have one; and how many that are."""
         data, descriptors, _, _ = socket.recv_fds(self._link, _MAX_MESSAGE, 16)
         if not data:
             self._end()
         self._asked = True
-        return list(descriptors)
+        return list(descriptors), 1 if data == _FORK_WITHOUT_PAGE else 2
 
     def _born(self, pid: int, control: int, page: int) -> None:
         try:
@@ -371,13 +373,11 @@ class _ForkServerProcess:
             os.waitpid(pid, 0)
             self._refuse(control, page, error)
             return
-        os.close(control)
-        os.close(page)
+        _close(control, page)
         self._tell({"pid": pid})
 
     def _refuse(self, control: int, page: int, error: OSError) -> None:
-        os.close(control)
-        os.close(page)
+        _close(control, page)
         self._tell({"no": f"no process could be forked: {error.strerror}"})
 
     def _become_worker(self, control: int, page: int) -> int:
@@ -415,6 +415,12 @@ class _ForkServerProcess:
         for pid in self._pidfds.values():
             kill_group(pid)
         os._exit(0)
+
+
+def _close(*descriptors: int) -> None:
+    for fd in descriptors:
+        if fd >= 0:
+            os.close(fd)
 
 
 def _import_quietly(name: str) -> None:

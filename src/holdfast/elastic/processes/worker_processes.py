@@ -8,6 +8,7 @@ one is replaced while the others are not touched, and replacements write log fil
 from __future__ import annotations
 
 import enum
+import errno
 import logging
 import os
 import signal
@@ -143,9 +144,8 @@ class WorkerSlot:
             self.last_words += said
         self.line.close()
         self.silent = True
-        if self.page >= 0:
-            os.close(self.page)
-            self.page = -1
+        _close(self.page)
+        self.page = -1
 
 
 class Workers(SubprocessContext):
@@ -163,6 +163,7 @@ class Workers(SubprocessContext):
         ] = {}  # of replacements, by the suffix of the attempt
         self._spares: list[tuple[Child, AgentChannel, int]] = []
         self._notes: dict[int, int] = {}
+        self._has_pages = True
 
     @property
     def worker_slots(self) -> dict[int, WorkerSlot]:
@@ -196,7 +197,7 @@ class Workers(SubprocessContext):
                 break
             child.send_signal(signal.SIGKILL)  # one that is stopped would take the rank and do nothing
             line.close()
-            os.close(page)
+            _close(page)
         else:
             child, line, page = self._fork()
         self._new_logs(local_rank, incarnation)
@@ -230,7 +231,7 @@ class Workers(SubprocessContext):
             except subprocess.TimeoutExpired:
                 logger.warning("process %d, a spare, does not die", child.pid)
             line.close()
-            os.close(page)
+            _close(page)
         self._spares = []
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
@@ -252,16 +253,30 @@ class Workers(SubprocessContext):
         try:
             line, theirs = pair()
             with theirs:
-                page = make_page()
+                page = self._new_page()
                 return self._forkserver.fork(theirs, page), line, page
         except (NotForked, OSError) as error:
             if line is not None:
                 line.close()
-            if page >= 0:
-                os.close(page)
+            _close(page)
             if isinstance(error, NotForked):
                 raise
             raise NotForked(f"no line and page for a new process: {error.strerror}") from error
+
+    def _new_page(self) -> int:
+        """Return a page, or -1 where the user allows no file of its size: such a limit stays."""
+        try:
+            return make_page()
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+        if self._has_pages:
+            self._has_pages = False
+            logger.warning(
+                "no file may be large enough for the signs of progress of workers (ulimit -f): ranks that hang are not"
+                " found, only those that end or are stopped"
+            )
+        return -1
 
     def _new_logs(self, local_rank: int, incarnation: int) -> None:
         """Log files of a replacement, in a directory of their own; those of the dead one stay."""
@@ -283,3 +298,8 @@ class Workers(SubprocessContext):
             if local_rank in files:
                 follower = TailLog(self.name, {local_rank: files[local_rank]}, tail._dst, self._prefixes)
                 self._tail_logs.append(follower.start())
+
+
+def _close(page: int) -> None:
+    if page >= 0:
+        os.close(page)

@@ -6,6 +6,7 @@ the journal with a warning.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -94,7 +95,8 @@ class Journal:
         if self._file is not None:
             self._write({"event": "end", "t": round(time.monotonic(), 3), "code": code})
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a line that could not be written is tried once more
+                self._file.close()
             self._file = None
 
     def _write(self, line: Mapping[str, Any]) -> None:
