@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.state.training_state import State
-from holdfast.core.model import Version
+from holdfast.core.model import Level, Version
 from holdfast.core.versions.step_numbers import MAX_STEP, Reason, as_number
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make, Trainee
@@ -106,3 +106,22 @@ def test_who_starts_again_by_another_name_finds_what_is_in_memory(spelt: str, ma
     other.save(5)
     other.close()
     assert open_storage(tmp_path / "job", Events()).versions() == [Version(2, 5)]
+
+
+def test_info_and_times_of_the_wrong_kind_are_refused_with_a_remedy(make: Make) -> None:
+    trainee = Trainee()
+    checkpointer = make(**trainee.objects())
+    checkpointer.restore()
+    wrong: Any = [1]
+    with pytest.raises(UsageError, match=r"info is a list and no dict.*give a dict"):
+        checkpointer.save(0, info=wrong)
+    handle = checkpointer.save(0)
+    time: Any
+    for time in ("5", True, float("nan")):
+        with pytest.raises(UsageError, match=r"is no time.*give seconds"):
+            handle.wait("captured", time)
+        with pytest.raises(UsageError, match=r"is no time.*give seconds"):
+            checkpointer.flush(time)
+    with pytest.raises(UsageError, match=r"is no level.*name one of captured"):
+        handle.wait(wrong, 60)
+    assert handle.wait("captured", np.float32(60)) >= Level.CAPTURED

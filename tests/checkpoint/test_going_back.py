@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
+import holdfast
 from holdfast.base.errors import CorruptError
 from holdfast.base.events import Events
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -16,7 +18,7 @@ from holdfast.core.model import Version
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import Round
 from holdfast.tiers.storage.incarnations import Incarnations
 from holdfast.tiers.storage.version_store import open_storage
-from kit.checkpointers import Make, Trainee, leave
+from kit.checkpointers import Make, Trainee, kill_keeper, leave
 from tiers.samples import new_store
 
 OLD = Version(1, 1)
@@ -116,3 +118,37 @@ def test_the_launchers_of_a_job_have_one_wish(wishes: tuple[str, str], comes: st
     rounds[1]._store.set("recoveries/1", "0")
     assert rounds[0].open(0, str).version == comes
     rounds[0].close()
+
+
+def test_a_directory_that_was_put_back_is_named_with_the_way_to_it(
+    make: Make, tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A keeper holds what is newer, and nothing tells the copy from a path that was full; so memory counts, aloud."""
+    root, copy = tmp_path / "job", tmp_path / "copy"
+
+    def begin(version: Version | None = None) -> tuple[holdfast.Checkpointer, int]:
+        checkpointer = make(Trainee(), linger_s=300.0)
+        return checkpointer, checkpointer.restore(version)
+
+    checkpointer, _ = begin()
+    checkpointer.save(1, "durable").wait()
+    leave(checkpointer)
+    shutil.copytree(root, copy)
+    checkpointer, _ = begin()
+    checkpointer.save(2).wait()
+    leave(checkpointer)
+    assert "does not know" not in caplog.text
+    shutil.rmtree(root)
+    copy.rename(root)
+
+    checkpointer, first = begin()
+    assert first == 3
+    assert f"keepers hold incarnation 2, which {root} does not know" in caplog.text
+    assert f"--from-version {OLD}, or restore(version='{OLD}')" in caplog.text
+    leave(checkpointer)
+    caplog.clear()
+    checkpointer, first = begin(OLD)
+    assert first == 2, "what the warning names works"
+    assert "does not know" not in caplog.text
+    kill_keeper(checkpointer)
+    shutil.rmtree(runtime_dir)  # of the keeper that was killed and has no successor

@@ -21,6 +21,7 @@ from holdfast.checkpoint.checkpointer import storage_fallback
 from holdfast.checkpoint.checkpointer.storage_fallback import StorageFallback
 from holdfast.core.model import Level, Version
 from holdfast.core.scheduling import storage_only_steps
+from holdfast.core.scheduling.storage_fallback import FallbackState
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make, Trainee, kill_keeper
 
@@ -220,3 +221,33 @@ def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(monkeypatch:
         ends = [threads.submit(closing, *words) for words in ((0, "no slot became free"), (1, ""))]
         assert [end.result(30) for end in ends] == [True, True]
     assert len(went) == 2
+
+
+def test_nobody_waits_at_the_end_for_a_rank_that_cannot_save_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version is given up, for another rank closed after its objects changed: no meeting, and no ten minutes."""
+    board = Board()
+    monkeypatch.setattr(StorageFallback, "_down", lambda *_: pytest.fail("not all ranks are there"))
+    trainee = Trainee()
+    checkpointer = make(trainee, every=1)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.step(0).wait("captured", 60)  # type: ignore[union-attr]
+    trainee.train()
+    checkpointer._run.lower._boards = lambda _: board  # type: ignore[union-attr]
+    checkpointer.close()
+
+    job: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=2), incarnation=1)
+    nothing: Any = None
+    monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
+    config = holdfast.Config(close_timeout_s=20.0)
+    link: Any = SimpleNamespace(trouble="")
+    lower = StorageFallback(job, state=nothing, link=link, storage=nothing, config=config, events=Events())
+    lower._boards = lambda _: board
+    monkeypatch.setattr(FallbackState, "give_up", lambda _: pytest.fail("it waited until its time was over"))
+    saver = SimpleNamespace(refused="", fence=SimpleNamespace(num_steps=3))
+    saver.memory = saver
+    last = SimpleNamespace(version=Version(1, 0), reached=Level.NONE, durable=(True, "rank 1: it changed"))
+    run: Any = SimpleNamespace(saver=saver, last=last, optimizer_steps=3)
+    assert not lower.closing(run)

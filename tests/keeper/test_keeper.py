@@ -487,7 +487,11 @@ def test_a_higher_incarnation_fences_the_commit_of_a_lower_one(make_rig: MakeRig
 
     version = trainer.save(2, durable=True)
 
-    eventually(lambda: any("newer incarnation" in alarm for alarm in trainer.client.announced.alarms))
+    with pytest.raises(LevelNotReached, match=r"a newer incarnation runs.*end this process") as raised:
+        trainer.client.announced.wait(version, Level.DURABLE, 60)
+    assert "waited" not in str(raised.value)  # the keeper refused for good: no time has to pass
+    assert trainer.client.announced.superseded(version)
+    assert not trainer.client.announced.superseded(Version(2, 2))
     assert trainer.client.announced.level(version)[0] < Level.DURABLE
     assert rig.storage.versions() == [Version(1, 1)]
 

@@ -50,7 +50,7 @@ from holdfast.checkpoint.pipeline.step_trace import Recorder
 from holdfast.checkpoint.restore.restorer import Restorer, RestoreReport
 from holdfast.checkpoint.save.durable_tracker import DurableTracker, OnDurable
 from holdfast.checkpoint.save.extra_places import ExtraPlaces
-from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_version, never
+from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_seconds, as_version, never
 from holdfast.checkpoint.save.save_schedule import parse_cadence
 from holdfast.checkpoint.state.stateful import Keys
 from holdfast.checkpoint.state.training_state import State
@@ -364,7 +364,7 @@ class Checkpointer:
         if self.off or self._again is not None:
             return
         run, began = self._running(), time.monotonic()
-        timeout_s = self._config.close_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._config.close_timeout_s if timeout_s is None else as_seconds(timeout_s)
         run.saver.settle(timeout_s)
         run.durables.flush(max(0.0, timeout_s - (time.monotonic() - began)))
 
@@ -753,6 +753,8 @@ class Checkpointer:
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
         direct, last, changed = run.saver.memory is None, run.last, run.changed
+        if changed:
+            run.lower.stays_away(run)
         if (
             last is not None
             and last.given_up

@@ -32,6 +32,9 @@ class Levels(Protocol):
     def closing(self, run: Run) -> bool:
         """Return whether the last save has to be made again before it is waited for."""
 
+    def stays_away(self, run: Run) -> None:
+        """This rank cannot make the last save again."""
+
     def close(self) -> None:
         """Lets go of what waits."""
 

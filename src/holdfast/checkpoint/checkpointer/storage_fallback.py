@@ -148,6 +148,16 @@ class StorageFallback:
             logger.warning("the last save stays in memory: %s", error)
         return False
 
+    def stays_away(self, run: Run) -> None:
+        """This rank cannot make the last save again: the others must not wait for it when they do."""
+        if self._boards is None or run.saver.memory is None:
+            return
+        group = self._job.group
+        try:
+            FallbackState(self._boards(0), rank=group.rank, world_size=group.world_size).give_up()
+        except RuntimeError as error:  # of torch's store
+            logger.warning("the other ranks may wait for this one at their end: %s", error)
+
     def close(self) -> None:
         """Lets go of what waits."""
         if self._memory is not None:

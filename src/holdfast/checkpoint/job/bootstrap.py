@@ -318,6 +318,7 @@ def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str, wish: s
     try:
         if trouble:
             raise StorageFull(trouble, where=storage.where, remedy="free space")
+        _warn_of_unknown(storage, highest)
         number = storage.incarnations.register(above=highest)
     except StorageFull as error:
         if not highest:
@@ -336,6 +337,26 @@ def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str, wish: s
         "ends": ends,
     }
     return json.dumps(facts).encode()
+
+
+def _warn_of_unknown(storage: Storage, highest: int) -> None:
+    """Says that memory is of an incarnation which the path does not know. The path was full when that began, or it is an older
+    copy of what was there: nothing tells which, and what is in memory may be all that is left. So it counts.
+    """
+    if storage.incarnations.highest() >= highest:
+        return
+    stored = storage.versions()
+    newest = str(stored[-1]) if stored else ""
+    back = f"--from-version {newest}, or restore(version={newest!r})" if newest else "restore(fresh=True)"
+    logger.warning(
+        "keepers hold incarnation %d, which %s does not know: it could not be written there, or the path was replaced by an "
+        "older copy. The job goes on from the newest version, which may be in memory alone; the newest in storage is %s. To "
+        "go on from storage instead: %s",
+        highest,
+        storage.where,
+        newest or "none",
+        back,
+    )
 
 
 def _wish(storage: Storage, text: str) -> tuple[str, bool]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 import os
 import time
 from collections.abc import Callable
@@ -77,6 +79,8 @@ class SaveHandle:
         known = client.announced.known(self.version) if client is not None else None
         if self._given_up or (known is not None and known.abandoned):
             return True, self._given_up or (known.reason if known is not None else "")
+        if client is not None and (over := client.announced.superseded(self.version)):
+            return True, over
         return False, known.reason if known is not None else "nothing was announced yet"
 
     def _is_durable(self) -> bool:
@@ -105,12 +109,12 @@ class SaveHandle:
 
         Raises:
             LevelNotReached: it was given up by some rank, time is over, or the keeper is lost. Says which and why.
-            UsageError: in a forked child of the process that saved.
+            UsageError: no such level, `timeout_s` is no number, or in a forked child of the process that saved.
         """
         if os.getpid() != self._pid:
             raise UsageError("a forked child cannot wait for a save of its parent", remedy="wait in the parent")
         wanted = self.level if level is None else as_level(level)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else as_seconds(timeout_s)
         deadline = time.monotonic() + timeout_s
         self._settle(timeout_s)
         if wanted is Level.REPLICATED and self._num_nodes < 2:
@@ -153,7 +157,7 @@ def _alarms(client: KeeperClient) -> str:
         return ""
 
 
-def as_level(level: Level | str) -> Level:
+def as_level(level: object) -> Level:
     """The level that a caller names.
 
     Raises:
@@ -162,9 +166,21 @@ def as_level(level: Level | str) -> Level:
     if isinstance(level, Level):
         return level
     names = {member.name.lower(): member for member in Level if member is not Level.NONE}
-    if level not in names:
-        raise UsageError(f"{level!r} is no level; there are {', '.join(names)}")
+    if not isinstance(level, str) or level not in names:
+        raise UsageError(f"{level!r} is no level", remedy=f"name one of {', '.join(names)}")
     return names[level]
+
+
+def as_seconds(timeout_s: object) -> float:
+    """The time that a caller gives, in seconds.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    seconds = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if not seconds or math.isnan(timeout_s):  # type: ignore[arg-type]
+        raise UsageError(f"{timeout_s!r} is no time", remedy="give seconds as a number, such as 60")
+    return float(timeout_s)  # type: ignore[arg-type]
 
 
 def as_version(version: object) -> Version | None:

@@ -206,9 +206,13 @@ class InfoPart(TransientPart):
         """The save within gets `info` as it is now: its own containers may change while the save is still being copied.
 
         Raises:
-            UsageError: it holds what cannot be saved, or the step is `saved` already, without it.
+            UsageError: it is no dict, it holds what cannot be saved, or the step is `saved` already, without it.
         """
-        value = dict(info or {})
+        try:
+            value = dict(info or {})
+        except (TypeError, ValueError) as error:
+            remedy = "give a dict, such as info={'epoch': 3}"
+            raise UsageError(f"info is a {type(info).__name__} and no dict", where=self.name, remedy=remedy) from error
         if value:
             if saved:
                 raise UsageError(

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.progress_report import progress_text
@@ -94,11 +94,16 @@ class Announced:
         with self._changed:
             return max((version for version, known in self._levels.items() if known.reached), default=None)
 
+    def superseded(self, version: Version) -> str:
+        """Return why nothing more of the incarnation of `version` becomes durable; empty as long as it may."""
+        with self._changed:
+            return self._alarms.get(messages.superseded(version.incarnation), "")
+
     def wait(self, version: Version, level: Level, timeout_s: float) -> Level:
         """Blocks until `version` reaches `level`; returns the level it has then.
 
         Raises:
-            LevelNotReached: it was abandoned, time is over, or the keeper is lost. Names the level reached.
+            LevelNotReached: it was abandoned, a newer incarnation forbids it, time is over, or the keeper is lost. Names the level reached.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -108,6 +113,8 @@ class Announced:
                 if level in known.reached or (level is Level.CAPTURED and known.reached):
                     return known.level
                 left = deadline - time.monotonic()
+                if level is Level.DURABLE and (over := self._alarms.get(messages.superseded(version.incarnation))):
+                    known = replace(known, reason=over, abandoned=True)
                 if known.abandoned or not self._alive() or left <= 0:
                     break
                 self._changed.wait(left)
@@ -165,3 +172,4 @@ class Announced:
             self._alarms.move_to_end(message.key)
             while len(self._alarms) > MAX_ALARMS:
                 self._alarms.popitem(last=False)
+            self._changed.notify_all()

@@ -537,6 +537,11 @@ def decode_hello(body: bytes) -> Hello:
         raise KeeperError(f"not a greeting of this protocol: {error}") from error
 
 
+def superseded(incarnation: int) -> str:
+    """The key of the alarm that nothing more of an incarnation becomes durable: a newer one is registered."""
+    return f"incarnation {incarnation} is over"
+
+
 def refusal(request: int, error: HoldfastError) -> Refusal:
     """`error` as a message."""
     return Refusal(

@@ -19,7 +19,7 @@ from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.versions.coordinator_board import CommitOrder, PartReport
 from holdfast.core.versions.writer_failover import Order
-from holdfast.keeper.rpc.messages import Assembly
+from holdfast.keeper.rpc.messages import Assembly, superseded
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import WRITING, Activities
@@ -290,6 +290,7 @@ class Committer:
         )
         self._retirement = RetentionRunner(events)
         self._again = _RetryState()
+        self._superseded = ""  # the key of the alarm that a newer incarnation is registered
 
     def put(self, job: CommitJob) -> bool:
         """Queues a commit. Under the state's lock."""
@@ -331,7 +332,11 @@ class Committer:
             with self._events.span("node.committed", version=str(version)):
                 storage.commit(manifest, stamp=make_stamp(version.incarnation), lineage=dict(job.assembly.lineage))
         except HoldfastError as error:
-            self._state.alarms.warn("storage", f"{version} is not durable: {error}")
+            if isinstance(error, Fenced) and self._is_superseded(version):
+                self._superseded = superseded(version.incarnation)
+                self._state.alarms.warn(self._superseded, f"{version} is not durable: {error}")
+            else:
+                self._state.alarms.warn("storage", f"{version} is not durable: {error}")
             job.done(version, False)
             with self._state.lock:
                 self._again.failed(Order(version, (), 0, "commit"), error)
@@ -340,8 +345,16 @@ class Committer:
             self._again.succeeded()
         logger.info("%s is durable", version)
         self._state.alarms.calm("storage")
+        self._state.alarms.calm(self._superseded)
         job.done(version, True)
         self._retire(storage, job)
+
+    def _is_superseded(self, version: Version) -> bool:
+        """Return whether a newer incarnation is registered; a path that cannot be read now proves nothing."""
+        try:
+            return self._lazy_storage.open().incarnations.highest() > version.incarnation
+        except HoldfastError:
+            return False
 
     def _retire(self, storage: Storage, job: CommitJob) -> None:
         """Old versions go only after a newer commit. A failure here costs space, nothing else."""
