@@ -677,3 +677,20 @@ def test_who_closes_all_descriptors_runs_on_and_gets_no_message_of_ours(tmp_path
     assert "closed in this process" in done.stderr
     assert done.stderr.count("closed in this process") <= 2, "once for each rank"
     assert ("Connection reset by peer" in done.stderr) is (how == "error")
+
+
+LATE_PATH = """
+import os, pathlib, sys
+sys.path.insert(0, os.path.join(os.environ["HERE"], "lib"))
+sys.modules.pop("statistics", None)
+import statistics
+pathlib.Path(os.environ["HERE"], "found").write_text(statistics.X)
+"""
+
+
+def test_a_module_on_a_path_added_late_is_found_once_the_librarys_is_dropped(tmp_path: Path) -> None:
+    """Without the `pop` it is Python's own, which the launcher has imported: told in docs/elastic.md."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "statistics.py").write_text("X = 'mine'\n")
+    assert launch(tmp_path, LATE_PATH).returncode == 0
+    assert (tmp_path / "found").read_text() == "mine"
