@@ -17,8 +17,9 @@ import pytest
 import xxhash
 
 from holdfast.base.config import Config, load
-from holdfast.base.errors import ConfigError, CorruptError, NewerFormat, VersionNotFound
+from holdfast.base.errors import ConfigError, CorruptError, NewerFormat, NotProved, VersionNotFound
 from holdfast.base.events import Events
+from holdfast.cli.stored import versions
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.recovery.version_choice import Facts, Stored, choose_version, fetches
 from holdfast.core.versions.lineage import Lineage
@@ -569,8 +570,10 @@ def test_a_job_that_began_without_a_key_comes_back_when_it_says_so(tmp_path: Pat
             else open_storage(plain.where, Events(), encryption=KeySource(str(key_file), required=False))
         )
         if required:
-            with pytest.raises(CorruptError, match="a key is required"):
+            with pytest.raises(NotProved, match="a key is required"):
                 with_key.manifest(V1)
+            verdict = versions.examine(with_key, V1)
+            assert verdict.state == "not proved with the key", "who reads `damaged` removes it, and it is good"
         else:
             assert with_key.manifest(V1).version == V1
             save(with_key, V2)

@@ -10,7 +10,8 @@ HoldfastError
 │   ├── StorageUnfit      the file system lacks what a safe commit needs
 │   └── StorageBusy       an object store did not answer, or answered with an error that may pass
 ├── CorruptError          bytes are not what was sealed
-│   └── NewerFormat       written by a holdfast that knows more than this one
+│   ├── NewerFormat       written by a holdfast that knows more than this one
+│   └── NotProved         nobody with the job's key made it
 ├── VersionNotFound       the version (or any version) is not there
 ├── MemoryRefused         the memory level does not fit into the budget
 ├── KeeperError           the keeper said no, or spoke nonsense
@@ -130,6 +131,15 @@ class NewerFormat(CorruptError):
     code = "HF301"
     condemns = False
     advice = "upgrade holdfast"
+
+
+class NotProved(CorruptError):
+    """Nobody with the job's key made the version, and a key is required. Nothing says that its bytes are damaged."""
+
+    code = "HF303"
+    advice = (
+        "if the job began without a key: `encryption_required = false` in the settings, until a new version is there"
+    )
 
 
 class VersionNotFound(HoldfastError):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from holdfast.base.errors import HoldfastError, InUse, UsageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.cli import console
-from holdfast.cli.stored.versions import choose, examine
+from holdfast.cli.stored.versions import NOT_PROVED, choose, examine
 from holdfast.core.model import Version
 from holdfast.core.versions.lineage import Lineage
 from holdfast.tiers.storage.version_store import Storage, open_storage
@@ -96,7 +96,7 @@ def _needed(storage: Storage, versions: Sequence[Version]) -> list[Version]:
     needed: list[Version] = []
     for version in sorted(versions, reverse=True):
         verdict = examine(storage, version)
-        if verdict.state != "damaged":
+        if verdict.state not in {"damaged", NOT_PROVED}:
             needed.append(version)
         if verdict.state == "good":
             return needed

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.base.errors import CorruptError, HoldfastError, InUse, StorageError, UsageError, VersionNotFound
+from holdfast.base.errors import (
+    CorruptError,
+    HoldfastError,
+    InUse,
+    NotProved,
+    StorageError,
+    UsageError,
+    VersionNotFound,
+)
 from holdfast.base.events import Events
 from holdfast.cli import console
 from holdfast.cli.stored import checksums
@@ -24,6 +32,8 @@ from holdfast.tiers.storage.manifest import BundleFile, Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
 MAX_VALUE_CHARS = 100
+# Its bytes may be good: a job that began without a key wrote such versions.
+NOT_PROVED = "not proved with the key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,8 @@ def _state(error: HoldfastError) -> str:
     """
     if isinstance(error, InUse):
         return "another job's"
+    if isinstance(error, NotProved):
+        return NOT_PROVED
     return "damaged" if error.condemns else "not readable now" if error.retryable else "not readable here"
 
 

@@ -26,6 +26,7 @@ from holdfast.base.errors import (
     Fenced,
     ForeignDirectory,
     InUse,
+    NotProved,
     StorageError,
     UsageError,
     VersionNotFound,
@@ -392,11 +393,7 @@ class Storage:
                 if "" in ids or not ids
                 else "the version is not authenticated"
             )
-            raise CorruptError(
-                f"{what}, and a key is required",
-                where=where,
-                remedy="if the job began without a key: `encryption_required = false` in the settings, until a new version is there",
-            )
+            raise NotProved(f"{what}, and a key is required", where=where)
 
     def _remove(self, version: Version, files: Iterable[str], parts: Iterable[str]) -> None:
         """Removes the files, and what a paused committer may have created since the commit was removed: it looked for them
