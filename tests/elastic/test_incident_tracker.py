@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.elastic.escalation import Failure, Fault, Limits, RecoveryAction
+from holdfast.core.elastic.escalation import EscalationPolicy, Failure, Fault, Limits, RecoveryAction
 from holdfast.core.elastic.worker_facts import Phase
 from holdfast.elastic.launch.incident_tracker import PROGRESS_S, RENEWED_S, IncidentTracker
 
@@ -147,6 +147,40 @@ def test_steps_that_were_made_before_are_no_progress() -> None:
         RecoveryAction.RESTART_ALL,
     ]
     assert actions[4] is RecoveryAction.STOP
+
+
+def old_steps(cases: IncidentTracker, steps: list[int], ran_s: float) -> list[RecoveryAction]:
+    """Failures at steps that were made before, each after so long of health; somebody gave a number of restarts."""
+    actions, now = [], 0.0
+    cases.look(now, {1: page(99)}, all_run=True)
+    for step in steps:
+        cases.ordered(now, [])
+        cases.look(now + 1.0, {1: page(1)}, all_run=True)  # they tell steps at once
+        now += ran_s
+        cases.look(now, {1: page(step)}, all_run=True)
+        actions.append(cases.judge(died(1, step), now, [page(step)], {}).action)
+    return actions
+
+
+def test_long_health_gives_attempts_back_also_while_old_steps_are_made_again() -> None:
+    actions = old_steps(IncidentTracker(Limits(failures=99, renewed=False)), list(range(50, 70)), RENEWED_S + 1.0)
+    assert set(actions) == {RecoveryAction.REPLACE}
+    assert old_steps(IncidentTracker(Limits(failures=99)), list(range(50, 55)), 60.0)[-1] is RecoveryAction.STOP
+
+
+def test_failures_at_one_step_add_up_however_long_the_health_before() -> None:
+    """A bug of the script: once more with an older version, then stop."""
+    actions = old_steps(IncidentTracker(Limits(failures=99)), [50] * 4, RENEWED_S + 1.0)
+    assert actions[-1] is RecoveryAction.STOP
+
+
+def test_health_that_saved_gives_attempts_back_with_the_failures() -> None:
+    ladder = EscalationPolicy(Limits())
+    for step in range(2):
+        ladder.failed(died(1, step))
+    ladder.renew()
+    assert ladder.failed(died(1, 7)).action is RecoveryAction.REPLACE
+    assert ladder.num_failures == 1
 
 
 def test_repeated_error_without_progress_stops_the_job() -> None:

@@ -99,7 +99,7 @@ class EscalationPolicy:
         self.num_outlived = 0
 
     def outlived(self) -> None:
-        """All workers ran for a while, and no new step was finished: attempts are counted anew, failures at one step add up."""
+        """All workers ran for long, or for a while without any step: attempts are counted anew, failures at one step add up."""
         self.num_outlived = len(self.tried)
 
     def saved(self) -> None:
@@ -107,7 +107,8 @@ class EscalationPolicy:
         self.errors.clear()
 
     def renew(self) -> None:
-        """The job has been well for long and saved progress: all failures are forgotten, unless somebody gave their number."""
+        """The job has been well for long and saved progress: its failures are forgotten, unless somebody gave their number."""
+        self.outlived()
         if self.limits.renewed:
             self.num_failures = 0
 

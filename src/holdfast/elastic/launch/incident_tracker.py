@@ -149,8 +149,10 @@ class IncidentTracker:
         elif started:  # who told steps once and tells none yet is loading: no progress, however long it takes
             self._ladder.outlived()
         self._best_step = max(self._best_step, newest)
-        if now - self._ordered_s > RENEWED_S and self._saved > self._beyond:
-            self._ladder.renew()
+        if now - self._ordered_s > RENEWED_S:
+            self._ladder.outlived()  # also where old steps are made again, which is no progress
+            if self._saved > self._beyond:
+                self._ladder.renew()
         return told
 
     def _closed(self, now: float, readings: Mapping[int, Reading], *, all_run: bool) -> dict[str, Any] | None:
