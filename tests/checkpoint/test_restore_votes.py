@@ -120,7 +120,8 @@ def test_a_durable_version_that_one_node_does_not_see_is_out_of_reach_and_not_da
 
 def test_only_proof_of_damage_condemns_a_copy() -> None:
     condemning = {kind for kind in _all_kinds(HoldfastError) if kind.condemns}
-    assert {kind.__name__ for kind in condemning} == {"CorruptError", "VersionNotFound", "InUse", "KeeperGone"}
+    names = {"CorruptError", "NotProved", "VersionNotFound", "InUse", "KeeperGone"}
+    assert {kind.__name__ for kind in condemning} == names
     assert not any(issubclass(kind, StorageError) for kind in condemning)
     assert not NewerFormat.condemns
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cli.conftest import Run, commit
-from holdfast.base.errors import VersionNotFound
+from holdfast.base.errors import StorageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.cli import console
 from holdfast.cli.stored import export, versions
@@ -293,6 +293,26 @@ def test_a_loop_of_links_is_a_path_that_refuses(holdfast: Run, tmp_path: Path) -
         answer = holdfast(command, tmp_path / "a", "--json")
         assert answer.returncode == 1
         assert json.loads(answer.stdout)["error"]["code"] == "HF200", answer.stdout
+
+
+def test_a_version_that_refuses_hides_no_other(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory of somebody else, or one on bad sectors."""
+    read = LocalBackend.listing
+
+    def listing(backend: LocalBackend, name: str) -> Any:
+        if name == NEWEST:
+            raise StorageError("the path refuses: Permission denied", where=f"{checkpoint}/{NEWEST}")
+        return read(backend, name)
+
+    monkeypatch.setattr(LocalBackend, "listing", listing)
+    for look in (versions.verify_versions, lambda root, _, as_json: versions.list_versions(root, as_json=as_json)):
+        assert look(str(checkpoint), None, as_json=True) == console.PROBLEM
+        good, refusing = json.loads(capsys.readouterr().out)["versions"]
+        assert good["state"] in {"good", "durable"}
+        assert refusing["state"] == "not readable now"
+    assert versions.verify_versions(str(checkpoint), "i000001-s0000000010", as_json=True) == console.GOOD
 
 
 def test_a_manifest_that_is_listed_and_not_found_is_not_called_retired(

@@ -22,7 +22,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, rese
 from holdfast.checkpoint.checkpointer.session import Fleeting, Run
 from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
 from holdfast.checkpoint.checkpointer.storage_fallback import StorageFallback
+from holdfast.checkpoint.checkpointer.unclosed_notice import UnclosedNotice
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.sharding import as_patterns
 from holdfast.checkpoint.job import collectives, redundancy_warning
@@ -166,6 +168,7 @@ class Checkpointer:
         limit = ReadLimit(self._config.close_timeout_s, 0, self._root)
         self._storage = limit.run(lambda: open_storage(self._root, self.events, encryption=encryption))
         open_checkpointers.register(self)
+        self._unclosed = UnclosedNotice(self, _run_of(weakref.ref(self)), linger_s=self._config.linger_s)
 
     @property
     def off(self) -> bool:
@@ -716,6 +719,7 @@ class Checkpointer:
             run.saver.save(handle, durable=durable)
         finally:
             self._saving = before
+        self._unclosed.saved(run)
         run.survivor.let_go()
         if durable:
             run.durables.add(handle, also_to)
@@ -806,6 +810,7 @@ class Checkpointer:
 
     def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
         self._closed = True
+        self._unclosed.end()
         if self._proof is not None:
             self._proof.end()
         self._signal.remove()
@@ -843,6 +848,16 @@ class Checkpointer:
             run.link.require().abandon(version, "this rank was past the step when it was appointed")
         except KeeperLost:
             run.link.unannounced.add(version)
+
+
+def _run_of(owner: weakref.ref[Checkpointer]) -> Callable[[], Run | None]:
+    """Return a function that tells what a Checkpointer has now, and does not keep it alive."""
+
+    def run() -> Run | None:
+        checkpointer = owner()
+        return checkpointer._run if checkpointer is not None else None
+
+    return run
 
 
 def _places(also_to: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:

@@ -67,9 +67,11 @@ def list_versions(root: str, *, as_json: bool) -> int:
 
 
 def _rows(storage: Storage) -> Iterator[Row]:
-    committed, unfinished = storage.look()
-    for version in sorted([*committed, *unfinished]):
-        if version in unfinished:
+    for version, committed in _looked_into(storage):
+        if isinstance(committed, StorageError):
+            yield Row(version, _state(committed), error=committed)
+            continue
+        if not committed:
             yield Row(version, "not committed")
             continue
         try:
@@ -81,6 +83,15 @@ def _rows(storage: Storage) -> Iterator[Row]:
             yield Row(version, _state(unread), error=unread)
         except HoldfastError as error:
             yield Row(version, _state(error), error=error)
+
+
+def _looked_into(storage: Storage) -> Iterator[tuple[Version, bool | StorageError]]:
+    """Yield whether each version is committed, or why it cannot be looked into: a directory may refuse alone."""
+    for version in storage.named():
+        try:
+            yield version, storage.is_committed(version)
+        except StorageError as error:
+            yield version, error
 
 
 def _state(error: HoldfastError) -> str:
@@ -230,11 +241,17 @@ def verify_versions(root: str, version: str | None, *, as_json: bool, sha256: Pa
     """`holdfast verify`; the exit code. `sha256`: where the digests of the good versions' files go."""
     storage = open_storage(root, Events())
     storage.job_id()
-    found = storage.versions()
-    chosen = found if version is None else [choose(storage, version)]
-    if not set(chosen) <= set(found):
-        raise VersionNotFound(f"{chosen[0]} is not there", where=storage.where)
-    results = [examine(storage, one) for one in chosen]
+    if version is None:
+        results = [
+            Verdict(one, problems=(committed,)) if isinstance(committed, StorageError) else examine(storage, one)
+            for one, committed in _looked_into(storage)
+            if committed
+        ]
+    else:
+        one = choose(storage, version)
+        if not storage.is_committed(one):
+            raise VersionNotFound(f"{one} is not there", where=storage.where)
+        results = [examine(storage, one)]
     healthy = not any(result.problems for result in results)
     if sha256 is not None:
         good = [(result.version, result.manifest) for result in results if result.manifest and not result.problems]
