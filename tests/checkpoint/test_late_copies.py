@@ -543,8 +543,7 @@ def test_state_written_outside_a_step_is_not_offered_as_live(write: Callable[[Tr
         assert "written outside of an optimizer step" in remains.why
     finally:
         remains.forget()
-        step_snapshot._worker_slot.fd, fd = -1, step_snapshot._worker_slot.fd
-        os.close(fd)
+        step_snapshot.attach(-1)
 
 
 def test_spots_are_the_same_elements_in_any_memory_layout() -> None:

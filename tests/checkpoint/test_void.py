@@ -366,6 +366,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Line:
     """The agent: silent, and hears everything."""
 
+    lost = False
+
     def __init__(self) -> None:
         self.said: list[str] = []
 
@@ -438,7 +440,7 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     )
     worker_slot.set_status = lambda status: setattr(worker_slot, "status", status)
     worker_slot.line = SimpleNamespace(
-        receive=lambda wait: [{"op": "unfit", "number": 1, "why": ""}] if not wait else None
+        receive=lambda wait: [{"op": "unfit", "number": 1, "why": ""}] if not wait else None, flush=lambda: None
     )
     worker_slot.proc = SimpleNamespace(poll=lambda: -9)
     workers = SimpleNamespace(workers=[worker])
