@@ -273,7 +273,11 @@ class KeeperClient(KeeperViewer):
     def goodbye(self, *, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """This rank leaves; `finished`: it will not come back. When all local ranks finished the keeper ends."""
         self._left = finished  # from here on the keeper may end, and that is no loss
-        self._ask(messages.Goodbye(finished=finished), messages.Ok, timeout_s)
+        try:
+            self._ask(messages.Goodbye(finished=finished), messages.Ok, timeout_s)
+        except KeeperLost:
+            if not finished or self.alive:  # else it ended before its answer was sent
+                raise
 
     def close(self) -> None:
         """Ends the connection and unmaps the slots. The keeper keeps what they hold."""
