@@ -17,6 +17,8 @@ from torch.distributed import TCPStore
 import forked
 
 WORKER = str(Path(__file__).parent / "elastic" / "elastic_worker.py")
+# A launcher without warnings of Python; flags and the script follow.
+LAUNCH = (sys.executable, "-W", "ignore", "-m", "holdfast.elastic.launch.run_command")
 RECOVERY_S = 60.0
 GUARD_S = 3
 # Of each launcher: a broken connection of torch alone tells three thousand, and tests look for what came before it.

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import forked
+from launch_kit import LAUNCH
 
 TOLD = """
 from datetime import timedelta
@@ -56,15 +57,7 @@ holdfast.resumable(train)()
 def test_a_default_group_that_is_made_again_has_the_limit_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RESUMED)
     environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "holdfast.elastic.launch.run_command",
-        "--standalone",
-        "--nproc-per-node=2",
-    ]
+    command = [*LAUNCH, "--standalone", "--nproc-per-node=2"]
     done = forked.run(
         [*command, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )

@@ -14,13 +14,14 @@ from holdfast.checkpoint.survivors import step_snapshot, survivor_state
 from holdfast.checkpoint.survivors.step_snapshot import SnapshotPage, SnapshotWriter
 from holdfast.checkpoint.survivors.survivor_state import Survivor, notes_of
 from holdfast.core.model import Version
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 
 
 @pytest.fixture
 def page() -> Iterator[SnapshotPage]:
     fd = step_snapshot.make_page()
     step_snapshot.attach(fd)
-    yield SnapshotPage(fd)
+    yield SnapshotPage(OwnDescriptor.of(fd))
     step_snapshot.attach(-1)
     survivor_state.remains.forget()
 
@@ -65,7 +66,7 @@ def test_a_note_that_was_torn_is_none_and_the_one_before_stays(page: SnapshotPag
     job = Job()
     for step in range(2):
         assert noter.write(version(step), job.state.gather())
-    fd = step_snapshot._worker_slot.fd
+    fd = page._fd
     half = os.fstat(fd).st_size // 2
     at = half + 200
     byte = os.pread(fd, 1, at)

@@ -163,6 +163,24 @@ def test_on_few_cores_memory_is_made_after_the_restore(
     assert checkpointer.save(1).wait("captured", 60) >= Level.CAPTURED
 
 
+def ends_by_name(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, patch: tuple[type, str, Any], goes_on: threading.Event
+) -> None:
+    """A restore with a method that hangs until `goes_on` raises, and the next one, without it, has the version."""
+    with monkeypatch.context() as patched:
+        patched.setattr(*patch)
+        checkpointer = make(Model(), close_timeout_s=0.3)
+        with pytest.raises(StorageBusy, match="nothing was read for") as caught:
+            checkpointer.restore()
+    assert str(tmp_path / "job") in str(caught.value)
+    leave(checkpointer)
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "holdfast reading":
+            thread.join(60)
+    assert make(Model()).restore() == STEPS, "nothing is held against the version"
+
+
 def test_a_disk_that_hangs_ends_the_restore_by_name(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -174,18 +192,7 @@ def test_a_disk_that_hangs_ends_the_restore_by_name(
         return real(self, name, view, offset=offset)
 
     monkeypatch.setattr(read_limit, "SLOWEST_BYTES_PER_S", 1 << 40)
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalBackend, "read_into", hang)
-        checkpointer = make(Model(), close_timeout_s=0.3)
-        with pytest.raises(StorageBusy, match="nothing was read for") as caught:
-            checkpointer.restore()
-    assert str(tmp_path / "job") in str(caught.value)
-    leave(checkpointer)
-    goes_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "holdfast reading":
-            thread.join(60)
-    assert make(Model()).restore() == STEPS, "nothing is held against the version"
+    ends_by_name(make, monkeypatch, tmp_path, (LocalBackend, "read_into", hang), goes_on)
 
 
 @pytest.mark.parametrize("what", ["named", "manifest"])
@@ -200,15 +207,4 @@ def test_a_disk_that_hangs_before_a_version_is_chosen_ends_the_restore_by_name(
         assert goes_on.wait(20)
         return real(self, *args)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Storage, what, hang)
-        checkpointer = make(Model(), close_timeout_s=0.3)
-        with pytest.raises(StorageBusy, match="nothing was read for") as caught:
-            checkpointer.restore()
-    assert str(tmp_path / "job") in str(caught.value)
-    leave(checkpointer)
-    goes_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "holdfast reading":
-            thread.join(60)
-    assert make(Model()).restore() == STEPS, "nothing is held against the version"
+    ends_by_name(make, monkeypatch, tmp_path, (Storage, what, hang), goes_on)

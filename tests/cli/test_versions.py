@@ -295,6 +295,15 @@ def test_a_loop_of_links_is_a_path_that_refuses(holdfast: Run, tmp_path: Path) -
         assert json.loads(answer.stdout)["error"]["code"] == "HF200", answer.stdout
 
 
+def newest_cannot_be_read_now(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`verify` and `ls` say so, and show the other one."""
+    for look in (versions.verify_versions, lambda root, _, as_json: versions.list_versions(root, as_json=as_json)):
+        assert look(str(checkpoint), None, as_json=True) == console.PROBLEM
+        good, newest = json.loads(capsys.readouterr().out)["versions"]
+        assert good["state"] in {"good", "durable"}
+        assert newest["state"] == "not readable now"
+
+
 def test_a_version_that_refuses_hides_no_other(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,11 +316,7 @@ def test_a_version_that_refuses_hides_no_other(
         return read(backend, name)
 
     monkeypatch.setattr(LocalBackend, "listing", listing)
-    for look in (versions.verify_versions, lambda root, _, as_json: versions.list_versions(root, as_json=as_json)):
-        assert look(str(checkpoint), None, as_json=True) == console.PROBLEM
-        good, refusing = json.loads(capsys.readouterr().out)["versions"]
-        assert good["state"] in {"good", "durable"}
-        assert refusing["state"] == "not readable now"
+    newest_cannot_be_read_now(checkpoint, capsys)
     assert versions.verify_versions(str(checkpoint), "i000001-s0000000010", as_json=True) == console.GOOD
 
 
@@ -327,11 +332,7 @@ def test_a_manifest_that_is_listed_and_not_found_is_not_called_retired(
         return read(storage, version)
 
     monkeypatch.setattr(Storage, "manifest", manifest)
-    for look in (versions.verify_versions, lambda root, _, as_json: versions.list_versions(root, as_json=as_json)):
-        assert look(str(checkpoint), None, as_json=True) == console.PROBLEM
-        good, lagging = json.loads(capsys.readouterr().out)["versions"]
-        assert good["state"] in {"good", "durable"}
-        assert lagging["state"] == "not readable now"
+    newest_cannot_be_read_now(checkpoint, capsys)
     (checkpoint / NEWEST / "manifest.json").unlink()
     assert versions.examine(open_storage(checkpoint, Events()), Version(1, 20)).retired
 

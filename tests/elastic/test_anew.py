@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 import forked
+from launch_kit import LAUNCH
 
 # Makes steps together; the last rank is killed in the first runs, each time at another step. `FIRST` runs before, on each rank.
 SCRIPT = """
@@ -56,16 +56,7 @@ def launch(tmp_path: Path) -> Launch:
             "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
         }
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "holdfast.elastic.launch.run_command",
-            "--standalone",
-            *flags,
-            str(script),
-        ]
+        command = [*LAUNCH, "--standalone", *flags, str(script)]
         return forked.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
 
     return start

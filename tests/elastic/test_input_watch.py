@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from launch_kit import LAUNCH
+
 # Does its work for each line of its input. Its first life is killed in the middle.
 SCRIPT = """
 import os, pathlib, signal, sys
@@ -34,7 +36,7 @@ if first:
 )
 def test_a_script_that_has_read_its_input_is_not_run_again(tmp_path: Path, read: str, given: str, code: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("READ", read))
-    command = [sys.executable, "-W", "ignore", "-m", "holdfast.elastic.launch.run_command", "--standalone", "script.py"]
+    command = [*LAUNCH, "--standalone", "script.py"]
     environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, input=given, capture_output=True, text=True, timeout=100, check=False

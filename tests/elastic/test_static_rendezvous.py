@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import forked
-from launch_kit import Job, Launcher, free_port, kill_tree
+from launch_kit import LAUNCH, Job, Launcher, free_port, kill_tree
 
 # Ends without a word, as often as it is told to.
 SCRIPT = """
@@ -29,14 +28,7 @@ def test_all_workers_are_restarted_once_and_the_job_goes_on(
 ) -> None:
     """The third failure without progress restarts all of them; the end of that round is not the end of the next."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "holdfast.elastic.launch.run_command",
-        f"--master-port={free_port()}",
-    ]
+    command = [*LAUNCH, f"--master-port={free_port()}"]
     environment = {
         **os.environ, "HERE": str(tmp_path), "DIES": str(dies), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")
     }  # fmt: skip

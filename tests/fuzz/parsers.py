@@ -50,6 +50,7 @@ from holdfast.keeper.observe import degraded_notice as node_notice
 from holdfast.keeper.observe import metrics_port
 from holdfast.keeper.observe import run_summary as node_journal
 from holdfast.keeper.rpc import messages
+from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format import values
 from holdfast.tiers.memory import memory_budget
@@ -335,7 +336,7 @@ def _note(data: bytes) -> Any:
         half = -(-(len(head) + len(data)) // 4096) * 4096
         os.ftruncate(descriptor, 2 * half)
         os.pwrite(descriptor, head + data, half)
-        found = step_snapshot.SnapshotPage(descriptor).read()
+        found = step_snapshot.SnapshotPage(OwnDescriptor.of(descriptor)).read()
     finally:
         os.close(descriptor)
     for note in found.values():

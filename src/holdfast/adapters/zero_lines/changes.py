@@ -110,11 +110,8 @@ class Changes:
                     f"{path!r} changes in the loop{self._where(path)}, and is a set, or has one in it: its order cannot be "
                     f"carried to a restart"
                 )
-            if held := self.identity_in(rows[-1][3]):
-                reason = reason or (
-                    f"{path!r} changes in the loop{self._where(path)}, and holds the identity of {held!r}, which is another "
-                    f"number after a restart"
-                )
+            if held := self.holds_identity(rows[-1][3]):
+                reason = reason or f"{path!r} changes in the loop{self._where(path)}, and {held}"
         gone = [[p, leaf.owner, leaf.key] for p, leaf in before.leaves.items() if p not in now.leaves]
         gone = [row for row in gone if row[0] not in now.fixed]
         try:
@@ -127,9 +124,10 @@ class Changes:
                 rows, reason = [], reason or f"{largest[0]!r}{self._where(largest[0])} is too large to be carried"
         return Changed(rows, gone, reason)
 
-    def identity_in(self, value: Any) -> str:
-        """Returns the path of an object whose identity lies in a value, as of the last look; empty if there is none."""
-        return identities.identity_in(value, self._places)
+    def holds_identity(self, value: Any) -> str:
+        """Returns of which object an identity lies in a value, as of the last look, in words; empty if there is none."""
+        held = identities.identity_in(value, self._places)
+        return f"holds the identity of {held!r}, which is another number after a restart" if held else ""
 
     def between_fixed(self, now: Look) -> str:
         """Returns what differs of what can neither be carried nor be left out, and what cannot be looked at; empty if nothing does."""

@@ -502,11 +502,8 @@ class _Carried(Doubts):
                 return (
                     f"{name!r}, a set or with one in it, is carried from one step to the next, and its order cannot be"
                 )
-            if held := self._changes.identity_in(value):
-                return (
-                    f"{name!r} is carried from one step to the next, and holds the identity of {held!r}, which is another "
-                    f"number after a restart"
-                )
+            if held := self._changes.holds_identity(value):
+                return f"{name!r} is carried from one step to the next, and {held}"
         return ""
 
     def _why_not(self, state: Mapping[str, Any]) -> str:

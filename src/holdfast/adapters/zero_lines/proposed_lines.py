@@ -232,7 +232,7 @@ class _Text:
         self._frame, self._tree, self._loop, self._root = frame, tree, loop, root
         self._source = user_frames.text(frame)
         self._names = dict(user_frames.names(frame))
-        self._is_of_user = Reach(sets=(), used=(), kept=()).is_of_user
+        self._reach = Reach(sets=(), used=(), kept=())
         scope = _scope_at(tree, loop.lineno)
         assert isinstance(scope, ast.Module | Function)
         self._scope = scope
@@ -357,7 +357,7 @@ class _Text:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, part in items if len(value) <= MAX_PARTS else ():
                 self._visit(found, f"{path}[{key!r}]", part, seen, depth)
-        elif self._is_of_user(value) and not _is_code(value):
+        elif self._reach.is_of_user(value) and not _is_code(value):
             if not isinstance(value, Dataset):
                 found.holders[id(value)] = path, value
             for key, part in attributes_of(value).items():
@@ -497,7 +497,6 @@ class _Text:
 
     def _of_modules(self, reads: set[str]) -> Iterator[tuple[str, str]]:
         """Yields (path, what has to be imported for it) of what modules of the user's keep: `global` names, and what they fill."""
-        judge = Reach(sets=(), used=(), kept=())
         main = self._frame.f_globals
         for name in sorted(reads & self._names.keys()):
             value = self._names[name]
@@ -509,7 +508,7 @@ class _Text:
                 path = needed = value.__module__
             else:
                 continue
-            if module is None or vars(module) is main or not judge.is_of_user_module(module.__name__):
+            if module is None or vars(module) is main or not self._reach.is_of_user_module(module.__name__):
                 continue
             tree = ast.parse("".join(linecache.getlines(str(vars(module).get("__file__", "")))))
             for word in sorted(_kept_by(tree)):

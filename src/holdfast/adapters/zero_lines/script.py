@@ -122,11 +122,7 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
     carried = sorted((early & (sets - {target})) | ((sets - done) & outside))
     after = sorted((sets & outside) - set(carried))
     used = {n for part in (loop, *functions.values()) for n in loaded([part])} - (sets - set(carried))
-    words = {
-        n.attr if isinstance(n, ast.Attribute) else n.id
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Attribute | ast.Name)
-    }
+    words = words_in(ast.walk(tree))
     bounds = {ast.unparse(n) for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute | ast.Name)}
     clears = _clears_first(loop.body, functions, frozenset()) or ""
     if clears.partition(".")[0] in sets:
@@ -146,10 +142,24 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
         members=members,
         pops=any(isinstance(n, ast.Attribute) and n.attr == "pop" for n in ast.walk(tree)),
         reads_clock=bool(words & CLOCKS),
-        reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
+        reads_files=reads_files(words),
         bounds=frozenset(bounds),
         lines=tuple(sorted(lines.items())),
     )
+
+
+def words_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """Returns the names, and the names of attributes, in parts of a text."""
+    return {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in nodes
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+
+
+def reads_files(words: Iterable[str]) -> bool:
+    """Tell whether a text with these words may look for files or read them."""
+    return any(word in READS or word.startswith(("load", "resume", "restore")) for word in words)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -233,9 +243,7 @@ def _done_before(tree: ast.Module, loop: ast.For) -> Iterator[ast.Call]:
             return
         if isinstance(statement, Function | ast.ClassDef | ast.For | ast.While):
             continue
-        if any(
-            isinstance(node, Function | ast.Lambda | ast.ClassDef | ast.GeneratorExp) for node in ast.walk(statement)
-        ):
+        if any(isinstance(node, _LASTING) for node in ast.walk(statement)):
             continue
         for node in ast.walk(statement):
             # Of `globals()` only an item is taken, or it is gone through: who kept it could read it later.

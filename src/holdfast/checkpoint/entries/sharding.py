@@ -71,17 +71,17 @@ class Layouts:
         self,
         rank: int,
         world_size: int,
-        replicated: str | Sequence[str],
+        replicated: Sequence[str],
         *,
-        exclude: str | Sequence[str] = (),
+        exclude: Sequence[str] = (),
         allocated: bool = True,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.allocated = allocated
         self.everyone: Group = tuple(range(world_size))
-        self._patterns = _with_all_below(as_patterns(replicated))
-        self._excluded = _with_all_below(as_patterns(exclude))
+        self._patterns = _with_all_below(replicated)
+        self._excluded = _with_all_below(exclude)
         self._layouts: dict[tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Layout] = {}
 
     def excludes(self, name: str) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import logging
 import os
 import signal
 import sys
@@ -33,8 +32,6 @@ from holdfast.checkpoint.liveness import group_timeouts
 from holdfast.checkpoint.liveness.heartbeat_page import Writer
 from holdfast.core.elastic.worker_facts import Phase
 from holdfast.tiers.backends.own_descriptor import OwnDescriptor
-
-logger = logging.getLogger(__name__)
 
 # Nobody else's: the first few are taken by libc, and libraries that use real-time signals take low ones.
 DUMP_SIGNAL = signal.SIGRTMIN + 11

@@ -97,7 +97,7 @@ class State:
         allocated: bool = True,
         began: Mapping[str, Keys] | None = None,
     ) -> None:
-        exclude = as_patterns(exclude)
+        replicated, exclude = as_patterns(replicated), as_patterns(exclude)
         self._layouts = Layouts(rank, world_size, replicated, exclude=exclude, allocated=allocated)
         self._parts = sorted(_with_inner(list(_parts(objects, began or {}))), key=_order)
         self.info = InfoPart(_INFO)

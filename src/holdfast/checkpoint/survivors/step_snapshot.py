@@ -92,9 +92,8 @@ _note_of = msgspec.msgpack.Decoder(StepSnapshot)
 class SnapshotPage:
     """The two halves behind a descriptor of the launcher's. Reading and writing are the trainer's thread's."""
 
-    def __init__(self, fd: int, own: OwnDescriptor | None = None) -> None:
-        self._fd = fd
-        self._own = own or OwnDescriptor.of(fd)
+    def __init__(self, own: OwnDescriptor) -> None:
+        self._fd, self._own = own.number, own
         self._next = -1  # the half that is written next; -1: the one with the older note
 
     def is_ours(self) -> bool:
@@ -155,11 +154,6 @@ class _Seat:
 
     own: OwnDescriptor | None = None
 
-    @property
-    def fd(self) -> int:
-        """Return its number; -1 if there is none."""
-        return self.own.number if self.own is not None else -1
-
 
 _worker_slot = _Seat()
 
@@ -174,7 +168,7 @@ def attach(fd: int) -> None:
 def page() -> SnapshotPage | None:
     """The page of this process, if its launcher gave it one."""
     own = _worker_slot.own
-    return SnapshotPage(own.number, own) if own is not None and own.is_ours() else None
+    return SnapshotPage(own) if own is not None and own.is_ours() else None
 
 
 class SnapshotWriter:

@@ -150,9 +150,10 @@ class IncidentTracker:
             self._ladder.outlived()
         self._best_step = max(self._best_step, newest)
         if now - self._ordered_s > RENEWED_S:
-            self._ladder.outlived()  # also where old steps are made again, which is no progress
             if self._saved > self._beyond:
                 self._ladder.renew()
+            else:  # old steps are made again, which is no progress
+                self._ladder.outlived()
         return told
 
     def _closed(self, now: float, readings: Mapping[int, Reading], *, all_run: bool) -> dict[str, Any] | None:

@@ -373,11 +373,11 @@ class _ForkServerProcess:
             os.waitpid(pid, 0)
             self._refuse(control, page, error)
             return
-        _close(control, page)
+        close_all(control, page)
         self._tell({"pid": pid})
 
     def _refuse(self, control: int, page: int, error: OSError) -> None:
-        _close(control, page)
+        close_all(control, page)
         self._tell({"no": f"no process could be forked: {error.strerror}"})
 
     def _become_worker(self, control: int, page: int) -> int:
@@ -417,7 +417,8 @@ class _ForkServerProcess:
         os._exit(0)
 
 
-def _close(*descriptors: int) -> None:
+def close_all(*descriptors: int) -> None:
+    """Closes descriptors; a number below zero is none."""
     for fd in descriptors:
         if fd >= 0:
             os.close(fd)

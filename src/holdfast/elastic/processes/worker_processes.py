@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
 from holdfast.checkpoint.survivors import step_snapshot
-from holdfast.elastic.processes.forkserver import Child, ForkServer, NotForked
+from holdfast.elastic.processes.forkserver import Child, ForkServer, NotForked, close_all
 from holdfast.elastic.watchdog.proc_stats import state
 from holdfast.elastic.worker.agent_channel import AgentChannel, pair
 from holdfast.elastic.worker.kill_descendants import kill_group
@@ -144,7 +144,7 @@ class WorkerSlot:
             self.last_words += said
         self.line.close()
         self.silent = True
-        _close(self.page)
+        close_all(self.page)
         self.page = -1
 
 
@@ -197,7 +197,7 @@ class Workers(SubprocessContext):
                 break
             child.send_signal(signal.SIGKILL)  # one that is stopped would take the rank and do nothing
             line.close()
-            _close(page)
+            close_all(page)
         else:
             child, line, page = self._fork()
         self._new_logs(local_rank, incarnation)
@@ -231,7 +231,7 @@ class Workers(SubprocessContext):
             except subprocess.TimeoutExpired:
                 logger.warning("process %d, a spare, does not die", child.pid)
             line.close()
-            _close(page)
+            close_all(page)
         self._spares = []
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
@@ -258,7 +258,7 @@ class Workers(SubprocessContext):
         except (NotForked, OSError) as error:
             if line is not None:
                 line.close()
-            _close(page)
+            close_all(page)
             if isinstance(error, NotForked):
                 raise
             raise NotForked(f"no line and page for a new process: {error.strerror}") from error
@@ -298,8 +298,3 @@ class Workers(SubprocessContext):
             if local_rank in files:
                 follower = TailLog(self.name, {local_rank: files[local_rank]}, tail._dst, self._prefixes)
                 self._tail_logs.append(follower.start())
-
-
-def _close(page: int) -> None:
-    if page >= 0:
-        os.close(page)

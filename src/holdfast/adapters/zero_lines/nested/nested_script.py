@@ -14,7 +14,7 @@ reaches, there is a call of `backward` and one of `step`. One that reaches anoth
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from holdfast.adapters.zero_lines.script import (
     HOOK,
     ITSELF,
     NO_LOOP,
-    READS,
     Leaving,
     imported,
     lines_of,
@@ -30,7 +29,9 @@ from holdfast.adapters.zero_lines.script import (
     only_numbers,
     read_by_text,
     read_later,
+    reads_files,
     scope_of,
+    words_in,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
 from holdfast.checkpoint.usage.clock_names import clock_names
@@ -141,11 +142,7 @@ def find_nested(source: str) -> Nest | str:
     inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
     kept = [loop for loop in loops if isinstance(loop, ast.For)]
     sites = [_site(tree, calls, known, number, loop, inner[number]) for number, loop in enumerate(kept)]
-    words = {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute | ast.Name)
-    }
+    words = words_in(ast.walk(tree))
     functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
     lines: dict[str, int] = {}
     for loop in kept:
@@ -162,9 +159,9 @@ def find_nested(source: str) -> Nest | str:
         pops=any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree)),
         reads_clock=bool(words & CLOCKS),
         clocked=clock_names(tree),
-        reads_files=any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
+        reads_files=reads_files(words),
         bounds=frozenset(bounds),
-        retains=any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in ast.walk(tree)),
+        retains=_retains(ast.walk(tree)),
         by_hand=any(_is_by_hand(calls.inside(loop)) for loop in kept),
         lines=tuple(sorted(lines.items())),
     )
@@ -177,20 +174,19 @@ def find_nested(source: str) -> Nest | str:
 def facts(nest: Nest, others: Sequence[ast.Module]) -> Nest:
     """Returns the same loops, with what other parts of the program, in modules of their own, say of clocks, files and graphs."""
     nodes = [node for tree in others for node in ast.walk(tree)]
-    words = {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in nodes
-        if isinstance(node, ast.Attribute | ast.Name)
-    }
+    words = words_in(nodes)
     return replace(
         nest,
         pops=nest.pops or "pop" in words,
         reads_clock=nest.reads_clock or bool(words & CLOCKS),
         clocked=nest.clocked.union(*map(clock_names, others)),
-        reads_files=nest.reads_files
-        or any(word in READS or word.startswith(("load", "resume", "restore")) for word in words),
-        retains=nest.retains or any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in nodes),
+        reads_files=nest.reads_files or reads_files(words),
+        retains=nest.retains or _retains(nodes),
     )
+
+
+def _retains(nodes: Iterable[ast.AST]) -> bool:
+    return any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in nodes)
 
 
 class _Turns(ast.NodeTransformer):

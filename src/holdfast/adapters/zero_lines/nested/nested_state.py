@@ -169,11 +169,8 @@ class NestedState(Doubts):
                 self.doubt(
                     f"{name!r}, a set or with one in it, is carried from one turn to the next, and its order cannot be"
                 )
-            if is_plain(value) and (held := entry.changes.identity_in(value)):
-                self.doubt(
-                    f"{name!r} is carried from one turn to the next, and holds the identity of {held!r}, which is another "
-                    f"number after a restart"
-                )
+            if is_plain(value) and (held := entry.changes.holds_identity(value)):
+                self.doubt(f"{name!r} is carried from one turn to the next, and {held}")
         return carried, lost
 
     def state_dict(self) -> dict[str, Any]:

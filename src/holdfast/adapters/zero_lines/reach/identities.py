@@ -10,11 +10,12 @@ import collections
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from holdfast.adapters.zero_lines.reach.plain_values import MAX_DEPTH
+
 # Addresses of objects lie above this. Smaller numbers are counts, and are passed over quickly.
 _LOWEST = 1 << 24
 # How `hash(x)` of an object without a `__hash__` of its own is made of its address.
 _HASH_BITS = 4
-_MAX_DEPTH = 40
 
 
 def named(value: Any, paths: Mapping[int, str]) -> Any:
@@ -46,7 +47,7 @@ def _large(value: Any, depth: int) -> Iterator[int]:
     elif isinstance(value, dict):
         yield from _large([*value], depth + 1)
         yield from _large([*value.values()], depth + 1)
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque) and depth <= _MAX_DEPTH:
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque) and depth <= MAX_DEPTH:
         kinds = set(map(type, value))
         if kinds == {int}:
             yield from (part for part in value if part >= _LOWEST)

@@ -551,8 +551,9 @@ class Walk:
         """Notes where everything lies, and compares data that is made of identities by the objects that they are of."""
         self.found.places = self._paths
         for path, value in self._made:
-            if identities.identity_in(value, self._paths):
-                self.found.data[path] = (token_of(identities.named(value, self._paths)), self.found.data[path][1])
+            named = identities.named(value, self._paths)
+            if named is not value:
+                self.found.data[path] = (token_of(named), self.found.data[path][1])
 
     def marks(self, path: str, tensor: torch.Tensor) -> None:
         """Looks at what the script has put on a tensor as attributes: `p.average = ...`."""
