@@ -112,7 +112,7 @@ def test_no_process_at_all_is_an_error_of_usage(monkeypatch: pytest.MonkeyPatch)
 def test_a_caller_that_ignores_the_ends_of_its_children_changes_nothing(tmp_path: Path) -> None:
     """SIGCHLD that is ignored stays so over an exec, and then the kernel tells nobody how a child ended."""
     script = tmp_path / "script.py"
-    script.write_text("import os, signal\nprint('ran', signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)\n")
+    script.write_text("import signal\nprint(f'ran {signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL}')\n")
     command = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--nproc-per-node=2", str(script)]
     ignoring = (
         "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nos.execv(sys.argv[1], sys.argv[1:])"
