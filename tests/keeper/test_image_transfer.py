@@ -24,7 +24,8 @@ import pytest
 from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, KeeperLost
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery.version_choice import choose_version
-from holdfast.keeper.replication.image_transfer import PIECE_BYTES, PeerReader
+from holdfast.keeper.replication.image_transfer import PeerReader
+from holdfast.keeper.replication.peer_line import PIECE_BYTES
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.server import MAX_THREADS
 from holdfast.tiers.format import image as image_format
