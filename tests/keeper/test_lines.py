@@ -163,6 +163,26 @@ def test_a_line_that_is_cut_ends_all_and_the_next_transfer_is_whole(source: Sour
     assert source.pull(f"unix:{proxy.path}", count) == source.images[source.version]
 
 
+def test_nobody_waits_for_a_line_that_stalls_when_another_one_is_cut(
+    source: Source, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_line, "BLOCK_TIMEOUT_S", 10 * PATIENCE_S)
+    over = threading.Event()
+    waited: list[bool] = []
+
+    def stall_and_cut(number: int, data: bytearray) -> bool:
+        if number == 0:
+            waited.append(over.wait(PATIENCE_S))
+        return cut(number, data)
+
+    proxy.damage = Gate(then=stall_and_cut)
+    with pytest.raises(KeeperLost):
+        source.pull(f"unix:{proxy.path}", four())
+    over.set()
+    eventually(lambda: waited)
+    assert waited == [True]
+
+
 def test_a_line_that_stalls_ends_all(source: Source, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_line, "BLOCK_TIMEOUT_S", 0.5)
     over = threading.Event()
@@ -373,12 +393,30 @@ def learnt(monkeypatch: pytest.MonkeyPatch, seconds_of_a_chunk: Callable[[int], 
     return count.now
 
 
+def test_what_came_of_a_chunk_before_a_trial_is_not_counted_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(image_transfer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(image_format, "CHUNK_BYTES", 1)
+    found: list[tuple[int, float]] = []
+    count: Any = SimpleNamespace(now=2, learn=lambda *trial: found.append(trial))
+    deal = image_transfer._Deal(
+        ImagePart(Version(1, 1), Seal("b", 100, ""), 0, memoryview(bytearray(100))), count, 2, "here", lambda _: None
+    )
+    for _ in range(2):
+        deal.begin()
+    for chunk in range(2):  # most of these was here before the second line came
+        deal.came(chunk, "")
+    for chunk in range(2, 10):
+        now[0] += 0.5
+        deal.came(chunk, "")
+    assert found == [(2, 2.0)] * 2
+
+
 def test_where_each_line_is_limited_as_many_as_may_be_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert learnt(monkeypatch, lambda _: 1.0) == MOST_LINES
 
 
 def test_where_all_share_one_limit_one_line_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that was half here when a trial began once counted as quick."""
     assert learnt(monkeypatch, float, num_chunks=40) == 1
 
 
