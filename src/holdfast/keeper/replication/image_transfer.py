@@ -161,7 +161,7 @@ class PeerReader:
         try:
             if number not in self._lines:
                 self._lines[number] = self._dial()
-        except (HoldfastError, OSError) as error:  # those that there are go on, and notice by themselves if the peer is gone
+        except (HoldfastError, OSError) as error:  # those that there are go on
             logger.info("no further line to %s: %s", self._lines[0].where, error)
             self._do_without(number, deal)
             return
