@@ -17,7 +17,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import msgspec
 
@@ -67,9 +66,11 @@ class PeerReader:
         urgent: bool = False,
         count: StreamCount | None = None,
     ) -> None:
-        hello = msgspec.structs.replace(hello, transfer=1 + secrets.randbits(48))
-        self._dial = partial(PeerLine, address, hello, stopping, security, urgent=urgent)
+        self._address = address
+        self._hello = msgspec.structs.replace(hello, transfer=1 + secrets.randbits(48))
         self._stopping = stopping
+        self._security = security
+        self._urgent = urgent
         self._count = count or count_lines()
         self._most = MOST_LINES  # fewer where one could not be had
         self._lines = {0: self._dial()}
@@ -120,6 +121,9 @@ class PeerReader:
         """Ends the connections; the peer takes its pins off."""
         for line in self._lines.values():
             line.close()
+
+    def _dial(self) -> PeerLine:
+        return PeerLine(self._address, self._hello, self._stopping, self._security, urgent=self._urgent)
 
     def _read(self, part: ImagePart, progress: Callable[[int], None]) -> tuple[str, ...]:
         """Reads and proves a part; the digests of its chunks."""
