@@ -11,15 +11,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from holdfast.base.errors import CorruptError, KeeperError, KeeperLost, VersionNotFound
+from holdfast.core.layout.parity_stripes import Piece
 from holdfast.core.model import Seal, Version
 from holdfast.keeper.rpc.messages import (
     AnyMessage,
     AskLanding,
+    AskParity,
     AskSeals,
     Bulk,
     Hello,
     Landed,
     Message,
+    ParityOf,
     Pull,
     PullLanding,
     Refusal,
@@ -87,6 +90,17 @@ class PeerReader:
         if not isinstance(reply, Seals):
             raise KeeperError(f"the peer answered AskSeals with {type(reply).__name__}")
         return {seal.bundle_id: seal for seal in reply.seals}
+
+    def parity(self, version: Version, bundle_id: str) -> tuple[Piece, Seal]:
+        """The peer's piece of parity that a bundle is in, and the bundle's seal.
+
+        Raises:
+            VersionNotFound: it has none.
+        """
+        reply = self._ask(AskParity(id=1, version=version, bundle_id=bundle_id))
+        if not isinstance(reply, ParityOf) or reply.seal.bundle_id != bundle_id:
+            raise KeeperError("the peer did not say what parity it has", where=self._channel.where)
+        return reply.piece, reply.seal
 
     def read_into(
         self, version: Version, seal: Seal, view: memoryview, progress: Callable[[int], None] = lambda _: None
