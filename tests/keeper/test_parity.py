@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from holdfast.core.layout import parity_groups
 from holdfast.core.model import Level, Version
-from holdfast.core.recovery.version_choice import Source, choose_version
-from keeper.rig import Rig, Trainer, eventually, reached, save_all
+from holdfast.core.recovery.version_choice import Source
+from keeper.rig import Rig, Trainer, reached, save_all
 from kit.nodes import facts_of, reborn, restored
 
 MakeRig = Callable[..., Rig]
