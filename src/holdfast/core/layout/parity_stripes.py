@@ -81,7 +81,7 @@ class PieceCopy:
 
 @dataclass(frozen=True)
 class Striping:
-    """Who keeps the parity of which chunks.
+    """Tells who keeps the parity of which chunks.
 
     Args:
         covers: by member, the images that live in it only.
@@ -116,7 +116,7 @@ class Striping:
         return self._stripes[member][(keeper - member - 1) % self.size]
 
     def rows(self, keeper: int) -> tuple[Row, ...]:
-        """What `keeper` keeps, from the beginning on."""
+        """Return what `keeper` keeps, from the beginning on."""
         if keeper not in self._rows:
             stripes = {member: self.stripe_for(member, keeper) for member in range(self.size) if member != keeper}
             rows: list[Row] = []

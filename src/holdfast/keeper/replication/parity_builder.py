@@ -35,6 +35,7 @@ from holdfast.keeper.slots.node_report import greeting
 from holdfast.keeper.slots.slot_pool import PARITY_RANK, HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
+from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
 from holdfast.tiers.memory.xor import clear, xor_into
 
@@ -254,7 +255,9 @@ class ParityBuilder:
         seal = image_format.seal(piece.name, view)
         with self._state.lock:
             held.images = {piece.name: ImagePlace(BundleRef(piece.name), 0, seal)}
-            held.parity, held.state = piece, SlotState.SEALED
+            held.parity = piece
+            slots.write_header(held.slot, held.header(self._state.place.job))
+            held.state = SlotState.SEALED
 
 
 def _all_of(seals: Mapping[str, Seal], names: Sequence[str], build: _Build, member: int) -> tuple[Seal, ...]:
