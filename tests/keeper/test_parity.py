@@ -173,6 +173,7 @@ def test_two_lost_nodes_come_back_from_storage_with_the_reason(make_rig: MakeRig
     assert {restored(trainer, facts)[0] for trainer in back} == {stored}
 
 
+@pytest.mark.slow
 def test_the_memory_of_parity_is_a_third_of_that_of_replicas(make_rig: MakeRig) -> None:
     own = 3 * CHUNK_BYTES
     rig = make_rig(**FOUR, own_bytes=own, memory_budget="2GiB")
