@@ -11,6 +11,10 @@ Where a store gives each stream STREAM_MIB_PER_S: `write_stream_share` and `read
 most 8 streams over that of 8 such streams (the first, which begins with 8, and the best are told). `durable_ratio_to_dcp` is the
 seconds of a save to durable, by as many streams as are learnt, over those of DCP's FileSystemWriter with 8 threads, in turn.
 
+Where a network gives each connection LINE_MIB_PER_S (SO_MAX_PACING_RATE on loopback, under TLS): `replicate_lines_gain` is the
+rate of replicas from keeper to keeper by at most LINES lines over that by one, in turn. The first version of each, in which
+the lines are learnt, is told.
+
 `load_ratio_to_torch_load`: `restore()` of a rank whose keeper runs and holds nothing, from files in the page cache into
 tensors that exist, over `torch.load(mmap=True)` and a copy of the same bytes into the same tensors, in turn. `straight`:
 where the keeper has no memory for slots, so that the rank itself reads what goes into its tensors.
@@ -25,14 +29,14 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from benchmarks import measure, pace
+from benchmarks import measure, pace, replicate
 from benchmarks.measure import MIB, Report, timed
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
@@ -56,6 +60,7 @@ _MADV_POPULATE_WRITE = 23
 TENSOR_BYTES = 4096
 LARGE_MIB = 3072
 STREAM_MIB_PER_S, STREAMS, STREAMED_MIB = 64, 8, 256
+LINE_MIB_PER_S, LINES = 64, 4
 
 
 def populate(report: Report, num_bytes: int, rounds: int) -> None:
@@ -199,6 +204,33 @@ def durable(report: Report, home: Path, rounds: int) -> None:
     )
 
 
+def replicate_lines(report: Report, home: Path, mib: int, rounds: int) -> None:
+    """Replicas by several limited lines and by one, in turn."""
+    home.mkdir(parents=True)
+    secret = home / "secret"
+    secret.touch(0o600)
+    secret.write_text(os.urandom(32).hex())
+    network = {"listen": "127.0.0.1", "secret_file": str(secret)}
+
+    def keepers(most: int) -> AbstractContextManager[replicate.Pair]:
+        limit = f"connections:{LINE_MIB_PER_S * MIB}:{most}"
+        return replicate.pair_in(home / str(most), mib * MIB, network, partial(pace.start_keeper, line=limit))
+
+    with keepers(1) as one, keepers(LINES) as many:
+        firsts = [pair.replicate() / MIB for pair in (one, many)]
+        many.replicate()  # learnt by now, or nearly
+        pairs = [(many.replicate() / MIB, one.replicate() / MIB) for _ in range(rounds)]
+    report.figure(
+        "replicate_lines_gain",
+        statistics.median(several / single for several, single in pairs),
+        "ratio",
+        ">= 3.5",
+        mib=mib,
+        mib_per_s=[round(statistics.median(found)) for found in zip(*pairs, strict=True)],
+        first_gain=firsts[1] / firsts[0],
+    )
+
+
 def load(report: Report, home: Path, mib: int, rounds: int, *, straight: bool = False) -> None:
     """Restores from storage against PyTorch's own reading of the same bytes, in turn. `straight`: without memory for slots."""
     model = nn.ParameterList(torch.rand(8 * MIB // 4) for _ in range(mib // 8))
@@ -249,6 +281,7 @@ def main() -> None:
         prepare(report, home / "p", size // 2, 200 if options.quick else 2000)
         stream_shares(report, home / "s", 4 if options.quick else 8)
         durable(report, home / "d", 3 if options.quick else 7)
+        replicate_lines(report, home / "r", min(options.mib, 256), 3 if options.quick else 7)
         load(report, home / "l", options.mib, 4 if options.quick else 10)
         load(report, home / "n", options.mib, 4 if options.quick else 10, straight=True)
         if not options.quick and measure.available_bytes() > 14 * LARGE_MIB * MIB // 3:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +30,13 @@ from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
 from holdfast.core.recovery.version_choice import MemoryCopy
 from holdfast.core.versions.replication_lag import FIRST_PATIENCE_S
 from holdfast.core.versions.slot_guard import Knowledge, SlotState, SlotView, choose_slot
-from holdfast.keeper.replication.image_transfer import PeerReader, require
+from holdfast.keeper.replication.image_transfer import PeerReader, count_lines, require
 from holdfast.keeper.rpc.messages import Assembly, Inventory
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.node_report import greeting
 from holdfast.keeper.slots.slot_pool import HeldSlot
+from holdfast.tiers.backends.parallel_streams import StreamCount
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
@@ -85,6 +87,7 @@ class Replicator:
         self._events = events
         self._survey = survey
         self._pullers: dict[int, Worker[_Pull]] = {}
+        self._lines: defaultdict[int, StreamCount] = defaultdict(count_lines)
         self._failed: dict[int, _Pull] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._filled: tuple[int, Version] | None = None
@@ -167,6 +170,7 @@ class Replicator:
         """Drops what waits, and what is to be pulled again: the job it is for is over. Under the state's lock."""
         self._failed, self._filled, self._unfilled = {}, None, None
         self._waiting.clear()
+        self._lines.clear()
         self._captured_s.clear()
         self._in_the_way.clear()
         self._filler.clear()
@@ -221,7 +225,8 @@ class Replicator:
         started = time.perf_counter()
         try:
             hello = greeting(state, assembly)
-            peer = PeerReader(assembly.addresses[home], hello, lambda: self._is_over(assembly), state.security)
+            address, lines = assembly.addresses[home], self._lines[home]
+            peer = PeerReader(address, hello, lambda: self._is_over(assembly), state.security, count=lines)
             try:
                 size = sum(self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items())
             finally:

@@ -93,7 +93,12 @@ class Message(msgspec.Struct, frozen=True, tag_field="is", kw_only=True):
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of every connection, at most 1 KiB. `job_id`: what a keeper serves; empty for the others."""
+    """First message of every connection, at most 1 KiB.
+
+    Attributes:
+        job_id: what a keeper serves; empty for the others.
+        transfer: of a line of a keeper for bulk bytes: a number that those of one transfer share; 0: none.
+    """
 
     job: str
     role: str
@@ -102,6 +107,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     node: int = -1
     incarnation: int = 0
     job_id: str = ""
+    transfer: int = 0
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):

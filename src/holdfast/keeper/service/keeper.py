@@ -58,6 +58,7 @@ from holdfast.keeper.slots.slot_allocation import SlotAllocator
 from holdfast.keeper.slots.slot_pool import SlotPool
 from holdfast.keeper.slots.twin_diff import TwinExaminer
 from holdfast.keeper.storage.lazy_storage import LazyStorage
+from holdfast.keeper.storage.superseded_watch import SupersededWatch
 from holdfast.keeper.storage.writer import Committer, Persister
 from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.tiers.memory.memory_budget import Budget
@@ -116,6 +117,7 @@ class Keeper:
         self._persister = Persister(self._state, lazy_storage, self._events, self._activities, self._failover)
         self._pieces = ChunkFetcher(self._state, lazy_storage, self._events, self._activities)
         self._committer = Committer(self._state, lazy_storage, self._events)
+        self._superseded = SupersededWatch(self._state, lazy_storage)
         self._replicator = Replicator(self._state, self._events, lambda: self._peers.inventory(wide=True))
         self._parity = ParityBuilder(self._state, self._events, self._replicator)
         trainers = self._trainers
@@ -268,6 +270,7 @@ class Keeper:
                 self._coordinator_client.coordinator.tick()
         self._persister.tick()
         self._committer.tick()
+        self._superseded.tick()
         next_s = self._saving.retry()
         if self._is_over():
             self._server.stop()
@@ -340,6 +343,7 @@ class Keeper:
         self._parity.stop()
         self._persister.stop()
         self._committer.stop()
+        self._superseded.stop()
         self._sealer.stop()
         self._examiner.stop()
         self._state.slot_pool.close()
