@@ -35,6 +35,7 @@ from holdfast.checkpoint.entries.entries import (
     Collector,
     Loading,
     Part,
+    StillNames,
     listed,
     mismatch,
     twice,
@@ -49,6 +50,7 @@ from holdfast.checkpoint.state.model_part import ModelPart
 from holdfast.checkpoint.state.optimizer import OptimizerPart
 from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, Stateful, StatefulPart
 from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck
+from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.model import Shard
 
 __all__ = ["Gathered", "Group", "LiveTensor", "LoadRecord", "SavedTensor", "State"]
@@ -106,7 +108,7 @@ class State:
         self._order = InfoPart(MEMORY_ORDER)
         self.carried = CarriedPart(_CARRIED)
         self._parts += [self.info, self.excluded, self._order, self.carried, StatefulPart(_RNG, ProcessRandomness())]
-        self._still: dict[str, bool] = {}  # by entry name, as of the first look
+        self._still = StillNames()
         self._persistent = Collector(self._layouts)
         self._overlooked = UnsavedStateCheck(self._in_no_version)
         self._watch: Tensors | None = None
@@ -223,6 +225,24 @@ class State:
         pass, where FSDP has put other parameters into the modules.
         """
         return self._watch is not None and all(part.unchanged() for part in self._stepping) and self._watch.unchanged()
+
+    @torch.no_grad()
+    def frozen(self) -> dict[str, str]:
+        """Return what this rank takes for still of what it shares with others: a digest for each kind of bundles.
+
+        Not of what objects hand out, which is so by their class, on all ranks.
+        """
+        self.gather()
+        return bundle_layout.still_digests(self._shared_still())
+
+    def agree_on_frozen(self, told: Sequence[Mapping[str, str]]) -> None:
+        """Takes nothing for still that not every rank which shares it does; `told`: what `frozen` returned, of all ranks."""
+        self._still.agree(bundle_layout.contested(self._shared_still(), told))
+        self._watch = None  # all is looked at once more
+
+    def _shared_still(self) -> list[Shard]:
+        live = self._persistent.tensors.values()
+        return [each.shard for each in live if each.still and len(each.shard.ranks) > 1]
 
     @torch.no_grad()
     def predict(self) -> dict[str, Shard] | None:
