@@ -19,6 +19,7 @@ from holdfast.core.layout import bundles
 from holdfast.core.layout.bundles import kind_of
 from holdfast.core.model import Bundle, Topology
 from holdfast.tiers.storage.version_store import open_storage
+from kit.checkpointers import Make
 
 WORKER = str(Path(__file__).with_name("frozen_twins_worker.py"))
 TWINS = Topology(("n0", "n1"), (0, 1))
@@ -59,6 +60,16 @@ def test_the_members_of_a_group_that_do_not_all_hold_it_are_refused() -> None:
         _require_alike([{}, {"g": (2, "a")}])
     with pytest.raises(LevelNotReached, match="ranks 0 and 1"):
         _require_alike([{"g": (2, "a")}, {"g": (2, "b")}])
+
+
+def test_storage_alone_stores_once_too(make: Make, tmp_path: Path) -> None:
+    model = torch.nn.Linear(768, 1024).requires_grad_(False)
+    checkpointer = make(None, model=model, memory_budget="100KB")
+    checkpointer.restore()
+    for step in range(2):
+        checkpointer.save(step, "durable").wait("durable")
+    files = list((tmp_path / "job").glob("i*/*-s*-*.safetensors"))
+    assert [path.stat().st_nlink for path in files] == [2, 2]
 
 
 class Twin:

@@ -6,6 +6,7 @@ size. Called at the first save and whenever the state's structure changes; never
 
 Tensors that may stay as they are for many versions (`still`) lie in bundles of their own, apart from what optimizers change
 and from the values: the image of such a bundle is then the same bytes from version to version, and is stored and sent once.
+Which these are may look otherwise on each member of a group, so its members compare digests once, at a restore (`contested`).
 """
 
 from __future__ import annotations
