@@ -25,6 +25,7 @@ COUNTERS = {
     "copy_seconds_in_waits": "The part of copy_seconds that fell into waits of a pipeline.",
     "fence_wait_seconds": "Time in which optimizer steps waited for a copy to end.",
     "late_copied_bytes": "State that was copied after a call to save had returned.",
+    "parity_bytes": "Parity of the state of other nodes that was made in memory here.",
     "preloaded_bytes": "State that was read into memory before a rank asked for it.",
     "relay_fallbacks": "Bundles that another node was to pass on, and that were read from storage instead.",
     "relay_received_bytes": "State that another node read from storage and passed on.",

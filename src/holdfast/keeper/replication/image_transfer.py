@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from holdfast.base.errors import CorruptError, HoldfastError, VersionNotFound
+from holdfast.core.layout.parity_stripes import Piece
 from holdfast.core.model import Seal, Version
 from holdfast.keeper.replication.peer_line import ImagePart, PeerLine
 from holdfast.keeper.rpc.messages import Hello
@@ -78,6 +79,10 @@ class PeerReader:
     def seals(self, version: Version, bundle_ids: tuple[str, ...]) -> dict[str, Seal]:
         """Seals, with chunk digests, of those bundles that the peer holds."""
         return self._lines[0].seals(version, bundle_ids)
+
+    def parity(self, version: Version, bundle_id: str) -> tuple[Piece, Seal]:
+        """The peer's piece of parity that a bundle is in, and the bundle's seal; see PeerLine."""
+        return self._lines[0].parity(version, bundle_id)
 
     def read_into(
         self, version: Version, seal: Seal, view: memoryview, progress: Callable[[int], None] = lambda _: None

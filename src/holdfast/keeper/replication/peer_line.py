@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast.base.errors import CorruptError, KeeperError, KeeperLost
+from holdfast.core.layout.parity_stripes import Piece
 from holdfast.core.model import Seal, Version
 from holdfast.keeper.rpc.messages import (
     AnyMessage,
     AskLanding,
+    AskParity,
     AskSeals,
     Bulk,
     Hello,
     Landed,
     Message,
+    ParityOf,
     Pull,
     PullLanding,
     Refusal,
@@ -108,6 +111,17 @@ class PeerLine:
         if not isinstance(reply, Seals):
             raise KeeperError(f"the peer answered AskSeals with {type(reply).__name__}")
         return {seal.bundle_id: seal for seal in reply.seals}
+
+    def parity(self, version: Version, bundle_id: str) -> tuple[Piece, Seal]:
+        """The peer's piece of parity that a bundle is in, and the bundle's seal.
+
+        Raises:
+            VersionNotFound: it has none.
+        """
+        reply = self._ask(AskParity(id=1, version=version, bundle_id=bundle_id))
+        if not isinstance(reply, ParityOf) or reply.seal.bundle_id != bundle_id:
+            raise KeeperError("the peer did not say what parity it has", where=self.where)
+        return reply.piece, reply.seal
 
     def read(self, part: ImagePart, chunks: Iterator[int], came: Callable[[int, str], None]) -> None:
         """Reads chunks of `part` as they are dealt, and tells the number in it and the digest of each that came.

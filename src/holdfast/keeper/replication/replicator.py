@@ -49,10 +49,10 @@ NUM_REPLICA_SLOTS = 2
 MAX_WATCHED = 64
 # How long a replica that stands is kept for other nodes that still pull theirs of the same version.
 GRACE_S = 1.0
-_PIN = "receiving"
+RECEIVING = "receiving"
 
 
-class _NotYet(KeeperLost):
+class NotYet(KeeperLost):
     """No replica slot may be overwritten yet. Not a fault: the pull is repeated."""
 
 
@@ -233,7 +233,7 @@ class Replicator:
                 brought = [self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items()]
             finally:
                 peer.close()
-        except _NotYet as error:
+        except NotYet as error:
             self._waits(home, version, error.what)
             self._try_again(home, pull)
             return
@@ -298,7 +298,7 @@ class Replicator:
         sent = kept = 0
         if not places:
             return sent, kept
-        held = self._slot_for(rank, version, total)
+        held = self.slot_for(rank, version, total, f"a replica of rank {rank}")
         try:
             for place in places:
                 if kept_images.keep(self._state, held, place, lambda: self._stopping):
@@ -316,8 +316,8 @@ class Replicator:
                 held.clear()
             raise
         finally:
-            self._state.unpin(held, _PIN)
-        return sent, kept
+            self._state.unpin(held, RECEIVING)
+        return sum(place.seal.length for place in places)
 
     def _standing(self, rank: int, version: Version) -> set[tuple[str, str]]:
         """Bundles and digests of the version that count as the rank's replicas here. What was preloaded may go any time."""
@@ -330,8 +330,8 @@ class Replicator:
                 if bundle_id not in held.condemned
             }
 
-    def _slot_for(self, rank: int, version: Version, num_bytes: int) -> HeldSlot:
-        """A replica slot of the rank, pinned and being written; a new one while there are fewer than two.
+    def slot_for(self, rank: int, version: Version, num_bytes: int, what: str) -> HeldSlot:
+        """A replica slot of the rank, pinned with `RECEIVING` and being written; a new one while there are fewer than two.
 
         Where one of them has part of the version already, memory beside them: the rest must not take the other one too.
         """
@@ -340,7 +340,7 @@ class Replicator:
             held = None if self._is_begun(rank, version) else self._reuse(rank, version, num_bytes)
         if held is not None:
             return held
-        slot = state.slot_pool.allocate(num_bytes, f"a replica of rank {rank}")
+        slot = state.slot_pool.allocate(num_bytes, what)
         with state.lock:  # asked again: the puller of another node may have made a slot of this rank meanwhile
             beside = self._is_begun(rank, version) or len(self._in_use(rank)) >= NUM_REPLICA_SLOTS
             held = state.slot_pool.add(slot, rank, replica=True)
@@ -368,12 +368,14 @@ class Replicator:
         if chosen is not None:
             slot_pool.drop(chosen)  # outgrown
         elif len(held_slots) >= NUM_REPLICA_SLOTS:
-            raise _NotYet(f"no replica slot of rank {rank} is free: {decision.reason}")
+            raise NotYet(
+                f"no {f'replica slot of rank {rank}' if rank >= 0 else 'slot for parity'} is free: {decision.reason}"
+            )
         return None
 
     def _claim(self, held: HeldSlot, version: Version) -> HeldSlot:
         held.start(version, layout="", durable=False)
-        held.pins[_PIN] += 1
+        held.pins[RECEIVING] += 1
         return held
 
     def _protection(self, views: Sequence[SlotView]) -> Knowledge:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from holdfast.base.errors import Fenced, HoldfastError, KeeperError, KeeperLost, VersionNotFound
 from holdfast.core.model import Seal
+from holdfast.core.recovery.parity_choice import REBUILT
 from holdfast.keeper.coordination.coordinator import Coordinator
 from holdfast.keeper.replication.rate_limit import Pace
 from holdfast.keeper.rpc import messages
@@ -186,6 +187,20 @@ class PeerRequests:
                     transfer.held.append(held)
         return Seals(id=request.id, seals=tuple(found))
 
+    def parity(self, connection: Connection, request: messages.AskParity) -> messages.ParityOf:
+        """The piece of parity that a bundle is in.
+
+        Raises:
+            VersionNotFound: there is none (any more).
+        """
+        with self._state.lock:
+            self._require_present(connection.greeted)
+            piece = self._state.slot_pool.parity_of(request.version, request.bundle_id)
+        if piece is None:
+            raise VersionNotFound(f"no parity of bundle {request.bundle_id} of {request.version} is here (any more)")
+        seal = next(seal for seals in piece.covers for seal in seals if seal.bundle_id == request.bundle_id)
+        return messages.ParityOf(id=request.id, piece=piece.brief, seal=seal)
+
     def pull(self, connection: Connection, request: messages.Pull) -> None:
         """Sends a piece of an image; the reply and the bytes leave from the reader's own thread.
 
@@ -324,6 +339,8 @@ class PeerRequests:
         state, assembly = self._state, self._state.assembly
         if request.node == -1:
             state.alarms.quarantined(request.version, request.bundle_id, "storage", request.reason)
+        elif request.node == REBUILT:
+            state.alarms.quarantined(request.version, request.bundle_id, "parity", request.reason)
         elif request.node == state.node:
             state.condemn(request.version, request.bundle_id, request.reason)
         elif assembly is not None and 0 <= request.node < len(assembly.addresses):
@@ -349,7 +366,7 @@ class PeerRequests:
 
 def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inventory:
     """One inventory of all that answered; a keeper's copies are named by the index it was asked under."""
-    copies = list(own.copies)
+    copies, parity = list(own.copies), list(own.parity)
     tables, suspects, levels = dict(own.tables), dict(own.suspects), dict(own.levels)
     reachable, silent, unheard = list(own.reachable), [], []
     for index, found in sorted(others.items()):
@@ -360,6 +377,7 @@ def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inve
             continue
         reachable.append(index)
         copies += [replace(copy, node=index) for copy in found.copies]
+        parity += [replace(piece, node=index) for piece in found.parity]
         tables.update(found.tables)
         suspects.update(found.suspects)
         for version, level in found.levels:
@@ -373,6 +391,7 @@ def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inve
         reachable=tuple(sorted(reachable)),
         silent=tuple(silent),
         unheard=tuple(unheard),
+        parity=tuple(parity),
     )
 
 
