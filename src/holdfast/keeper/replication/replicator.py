@@ -317,7 +317,7 @@ class Replicator:
             raise
         finally:
             self._state.unpin(held, RECEIVING)
-        return sum(place.seal.length for place in places)
+        return sent, kept
 
     def _standing(self, rank: int, version: Version) -> set[tuple[str, str]]:
         """Bundles and digests of the version that count as the rank's replicas here. What was preloaded may go any time."""
