@@ -45,9 +45,9 @@ def main() -> None:
         trainer = Trainer(GPT2LMHeadModel(shape), arguments, train_dataset=rows, callbacks=[Tell()])
         trainer = keep(trainer, options.checkpoints)  # the one line
         trainer.train()
-    if "RANK" in os.environ:
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    if "RANK" in os.environ:
+        torch.distributed.destroy_process_group()  # behind main: DDP is gone then, and the group ends unlocked

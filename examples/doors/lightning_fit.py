@@ -49,9 +49,9 @@ def main() -> None:
         use_distributed_sampler=False, callbacks=[keeper(options.checkpoints)],  # the one line
     )  # fmt: skip
     trainer.fit(model, loader)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # behind main: DDP is gone then, and the group ends unlocked

@@ -215,7 +215,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
     return hashlib.blake2b(b"".join(one.detach().numpy().tobytes() for one in tensors), digest_size=8).hexdigest()
 
 
-def main(words: list[str]) -> None:
+def live(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("facts", type=Path)
@@ -281,6 +281,12 @@ def main(words: list[str]) -> None:
             steps.append(counts.count["steps"] - sum(steps))
         facts["steps of each"] = steps
     (options.facts.with_suffix(f".{rank}") if rank else options.facts).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def main(words: list[str]) -> None:
+    live(words)
+    # After DDP is gone: as the last owner of the group it would end it with the interpreter locked, while a thread of gloo may
+    # wait for that lock to drop what the last evaluation gathered.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

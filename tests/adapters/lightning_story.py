@@ -270,7 +270,7 @@ def callbacks_of(plan: str, options: argparse.Namespace) -> list[Any]:
     return []
 
 
-def main(words: list[str]) -> None:
+def live(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("facts", type=Path)
@@ -320,6 +320,12 @@ def main(words: list[str]) -> None:
         options.facts.write_text(json.dumps(facts), encoding="utf-8")
     else:
         options.facts.with_suffix(f".{rank}").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def main(words: list[str]) -> None:
+    live(words)
+    # After DDP is gone: as the last owner of the group it would end it with the interpreter locked, while a thread of gloo may
+    # wait for that lock to drop what the last evaluation gathered.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -109,7 +109,7 @@ class Tell(Callback):
         adapter_output.whole(trainer.global_rank, trainer.global_step, list(module.parameters()))
 
 
-def main() -> None:
+def train() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("--steps", type=int)
@@ -141,7 +141,11 @@ def main() -> None:
     loader = StatefulDataLoader(Text(rank), batch_size=8, shuffle=options.way != "io")
     resume = str(last) if options.way == "io" and last.exists() else options.resume or None
     trainer.fit(model, loader, ckpt_path=resume)
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    train()
+    dist.destroy_process_group()  # after DDP is gone, see lightning_story.py
 
 
 if __name__ == "__main__":

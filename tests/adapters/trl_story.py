@@ -69,7 +69,7 @@ def vowels(completions: list[str], **_: Any) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) + 0.01 * sum(map(ord, text)) for text in completions]
 
 
-def main(words: list[str]) -> None:
+def live(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("facts", type=Path)
@@ -128,6 +128,12 @@ def main(words: list[str]) -> None:
         "counts": counts.count, "random": torch.rand(1).item().hex(), "starts": counts.told,
     }  # fmt: skip
     (options.facts.with_suffix(f".{rank}") if rank else options.facts).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def main(words: list[str]) -> None:
+    live(words)
+    # After DDP is gone: as the last owner of the group it would end it with the interpreter locked, while a thread of gloo may
+    # wait for that lock to drop what the last evaluation gathered.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +30,13 @@ from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
 from holdfast.core.recovery.version_choice import MemoryCopy
 from holdfast.core.versions.replication_lag import FIRST_PATIENCE_S
 from holdfast.core.versions.slot_guard import Knowledge, SlotState, SlotView, choose_slot
-from holdfast.keeper.replication.image_transfer import PeerReader, require
+from holdfast.keeper.replication.image_transfer import PeerReader, count_lines, require
 from holdfast.keeper.rpc.messages import Assembly, Inventory
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.node_report import greeting
 from holdfast.keeper.slots.slot_pool import HeldSlot
+from holdfast.tiers.backends.parallel_streams import StreamCount
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
@@ -46,10 +48,10 @@ NUM_REPLICA_SLOTS = 2
 MAX_WATCHED = 64
 # How long a replica that stands is kept for other nodes that still pull theirs of the same version.
 GRACE_S = 1.0
-_PIN = "receiving"
+RECEIVING = "receiving"
 
 
-class _NotYet(KeeperLost):
+class NotYet(KeeperLost):
     """No replica slot may be overwritten yet. Not a fault: the pull is repeated."""
 
 
@@ -85,6 +87,7 @@ class Replicator:
         self._events = events
         self._survey = survey
         self._pullers: dict[int, Worker[_Pull]] = {}
+        self._lines: defaultdict[int, StreamCount] = defaultdict(count_lines)
         self._failed: dict[int, _Pull] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._filled: tuple[int, Version] | None = None
@@ -167,6 +170,7 @@ class Replicator:
         """Drops what waits, and what is to be pulled again: the job it is for is over. Under the state's lock."""
         self._failed, self._filled, self._unfilled = {}, None, None
         self._waiting.clear()
+        self._lines.clear()
         self._captured_s.clear()
         self._in_the_way.clear()
         self._filler.clear()
@@ -221,12 +225,13 @@ class Replicator:
         started = time.perf_counter()
         try:
             hello = greeting(state, assembly)
-            peer = PeerReader(assembly.addresses[home], hello, lambda: self._is_over(assembly), state.security)
+            address, lines = assembly.addresses[home], self._lines[home]
+            peer = PeerReader(address, hello, lambda: self._is_over(assembly), state.security, count=lines)
             try:
                 size = sum(self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items())
             finally:
                 peer.close()
-        except _NotYet as error:
+        except NotYet as error:
             self._waits(home, version, error.what)
             self._try_again(home, pull)
             return
@@ -282,7 +287,7 @@ class Replicator:
         )
         if not places:
             return 0
-        held = self._slot_for(rank, version, total)
+        held = self.slot_for(rank, version, total, f"a replica of rank {rank}")
         try:
             for place in places:
                 view = held.slot.view[place.offset : place.offset + place.seal.length]
@@ -296,7 +301,7 @@ class Replicator:
                 held.clear()
             raise
         finally:
-            self._state.unpin(held, _PIN)
+            self._state.unpin(held, RECEIVING)
         return sum(place.seal.length for place in places)
 
     def _standing(self, rank: int, version: Version) -> set[tuple[str, str]]:
@@ -310,8 +315,8 @@ class Replicator:
                 if bundle_id not in held.condemned
             }
 
-    def _slot_for(self, rank: int, version: Version, num_bytes: int) -> HeldSlot:
-        """A replica slot of the rank, pinned and being written; a new one while there are fewer than two.
+    def slot_for(self, rank: int, version: Version, num_bytes: int, what: str) -> HeldSlot:
+        """A replica slot of the rank, pinned with `RECEIVING` and being written; a new one while there are fewer than two.
 
         Where one of them has part of the version already, memory beside them: the rest must not take the other one too.
         """
@@ -320,7 +325,7 @@ class Replicator:
             held = None if self._is_begun(rank, version) else self._reuse(rank, version, num_bytes)
         if held is not None:
             return held
-        slot = state.slot_pool.allocate(num_bytes, f"a replica of rank {rank}")
+        slot = state.slot_pool.allocate(num_bytes, what)
         with state.lock:  # asked again: the puller of another node may have made a slot of this rank meanwhile
             beside = self._is_begun(rank, version) or len(self._in_use(rank)) >= NUM_REPLICA_SLOTS
             held = state.slot_pool.add(slot, rank, replica=True)
@@ -348,12 +353,14 @@ class Replicator:
         if chosen is not None:
             slot_pool.drop(chosen)  # outgrown
         elif len(held_slots) >= NUM_REPLICA_SLOTS:
-            raise _NotYet(f"no replica slot of rank {rank} is free: {decision.reason}")
+            raise NotYet(
+                f"no {f'replica slot of rank {rank}' if rank >= 0 else 'slot for parity'} is free: {decision.reason}"
+            )
         return None
 
     def _claim(self, held: HeldSlot, version: Version) -> HeldSlot:
         held.start(version, layout="", durable=False)
-        held.pins[_PIN] += 1
+        held.pins[RECEIVING] += 1
         return held
 
     def _protection(self, views: Sequence[SlotView]) -> Knowledge:

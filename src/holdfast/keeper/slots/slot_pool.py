@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from holdfast.base.errors import MemoryRefused
+from holdfast.core.layout.parity_stripes import Piece
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.core.versions.slot_guard import SlotState, SlotView
 from holdfast.tiers.format.image import CHUNK_BYTES
@@ -23,6 +24,8 @@ from holdfast.tiers.memory.page_populate import Populator, share_of_cores
 from holdfast.tiers.memory.slots import ImagePlace, Slot, SlotHeader
 
 POPULATING = "populating"
+# Stands for the rank of slots that hold parity.
+PARITY_RANK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class HeldSlot:
         outgrown: too small for the rank by now, or made beside its slots; freed as soon as the guard allows.
         transient: it holds pieces of images on their way into another layout; goes with its last pin.
         pieces: those that have come.
+        parity: says what it is parity of, where it is; then it has one image, which is the parity, and no rank.
     """
 
     slot: Slot
@@ -72,6 +76,7 @@ class HeldSlot:
     outgrown: bool = False
     transient: bool = False
     pieces: list[PieceOf] = field(default_factory=list)
+    parity: Piece | None = None
 
     @property
     def is_put_off(self) -> bool:
@@ -99,14 +104,14 @@ class HeldSlot:
         slots.invalidate(self.slot)
         self.state, self.version = SlotState.WRITING, version
         self.layout, self.durable, self.copied = layout, durable, False
-        self.images = {}
+        self.images, self.parity = {}, None
         self.condemned = set()
 
     def clear(self) -> None:
         """Makes it empty."""
         slots.invalidate(self.slot)
         self.state, self.version, self.copied = SlotState.EMPTY, None, False
-        self.images = {}
+        self.images, self.parity = {}, None
 
     def header(self, job: str) -> SlotHeader:
         """The header that seals it."""
@@ -176,6 +181,11 @@ class SlotPool:
             for piece in held.pieces
             if piece.seal.bundle_id == seal.bundle_id and seal.digest in ("", piece.seal.digest)
         ]
+
+    def parity_of(self, version: Version, bundle_id: str) -> Piece | None:
+        """The piece of parity here that is also of this bundle."""
+        pieces = (held.parity for held in self.sealed() if held.parity is not None and held.version == version)
+        return next((p for p in pieces if any(s.bundle_id == bundle_id for row in p.covers for s in row)), None)
 
     def sealed(self) -> list[HeldSlot]:
         """Slots whose header and digests stand."""

@@ -48,6 +48,8 @@ from holdfast.tiers.storage.version_marks import Marks
 
 logger = logging.getLogger(__name__)
 
+NEWER_RUNS = "a newer incarnation runs; this one commits nothing any more"
+
 LATEST = "latest"
 # Parts of a manifest that are read at once, where there are not few of them: a store answers each after tens of milliseconds.
 PARTS_AT_ONCE, FEW_PARTS = 32, 4
@@ -195,7 +197,7 @@ class Storage:
 
     def _require_newest(self, version: Version, highest: int) -> None:
         if highest > version.incarnation:
-            raise Fenced("a newer incarnation runs; this one commits nothing any more", where=str(version))
+            raise Fenced(NEWER_RUNS, where=str(version))
 
     def _take_back_if_retired(self, manifest: Manifest, name: str) -> None:
         """We may have been paused before the commit, while another committed the version and later retired it.
