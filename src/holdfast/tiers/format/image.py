@@ -354,7 +354,7 @@ def chunks(view: Bytes) -> Iterator[memoryview]:
 
 
 def num_chunks(length: int) -> int:
-    """How many chunks an image of this length has."""
+    """Return the number of chunks of an image of this length."""
     return -(-length // CHUNK_BYTES)
 
 
