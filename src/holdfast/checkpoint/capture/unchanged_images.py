@@ -114,7 +114,9 @@ class UnchangedImages:
         self._plan_for(view.plan, split)
         sources = {each: _sources(each, view, tensors) for each in self._candidates}
         possible = {each: found for each, found in sources.items() if found is not None}
-        alike, wholly, moving = [], [], []
+        alike: list[_Candidate] = []
+        wholly: list[_Candidate] = []
+        moving: list[_Candidate] = []
         for each, live in possible.items():
             before = view.known.get(each.image.ref.bundle_id)
             if before is not None and _probe(live) != before.probe:
