@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import holdfast
 from holdfast.checkpoint.capture import copy_plan, unchanged_images
+from holdfast.checkpoint.capture.slot_record import Known, Record
 from holdfast.core.model import Version
 from holdfast.keeper.rpc.client import Begun, KeeperClient
 from holdfast.keeper.rpc.messages import ImageThere
@@ -295,9 +296,9 @@ def test_what_is_known_of_a_slot_is_believed_only_if_the_keeper_says_the_same(
     change: dict[str, Any], is_known: bool
 ) -> None:
     """A keeper may have put what it fetched into the slot, and a save into it may have been given up."""
-    client, known = object(), {"b": unchanged_images.Known(b"p", (b"d",))}
+    client, known = object(), {"b": Known(b"p", (b"d",))}
     image = SimpleNamespace(ref=SimpleNamespace(bundle_id="b"), start=0, plan=SimpleNamespace(length=64))
-    record = unchanged_images.Record(client, Version(1, 7), known)
+    record = Record(client, Version(1, 7), known)
     view: Any = SimpleNamespace(record=change.get("record", record), plan=SimpleNamespace(images=(image,)))
     said = {"version": Version(1, 7), "there": (ImageThere("b", 0, 64),)}
     said |= {name: value for name, value in change.items() if name in said}

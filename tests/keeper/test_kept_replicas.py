@@ -20,9 +20,8 @@ from holdfast.core.versions.coordinator_board import Kind
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.replication import kept_images
 from holdfast.keeper.replication import replicator as replicate
-from holdfast.keeper.slots import spoiled_images
 from holdfast.tiers.format import image as image_format
-from holdfast.tiers.memory import slots
+from holdfast.tiers.memory import slots, spoiled_images
 from keeper.rig import Rig, image_of, reached
 from kit.replica_nodes import Node
 

@@ -16,12 +16,12 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.capture.block_copies import BlockCopies
+from holdfast.checkpoint.capture.slot_record import Known, Record
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, torch_dtype
 from holdfast.checkpoint.state.change_detection import same_objects
 from holdfast.core.layout import bundles as bundle_layout
@@ -31,9 +31,6 @@ from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format import values as value_codec
 from holdfast.tiers.format.image import ImagePlan
 from holdfast.tiers.memory.slots import Slot
-
-if TYPE_CHECKING:
-    from holdfast.checkpoint.capture.unchanged_images import Known, Record
 
 # A background copy stops, and takes the interpreter's lock, between batches of this size: at 10 GB/s every 3 ms.
 BATCH_BYTES = 32 << 20

@@ -1,4 +1,4 @@
-"""What need not be copied: images of still tensors whose live bytes are those that lie in the slot already.
+"""Finds what need not be copied: images of still tensors whose live bytes are those that lie in the slot already.
 
 Two slots take turns, so a slot that is begun anew holds this rank's save before the last. Of the images that it copied there
 a saver keeps digests. Where the live tensors of an image have the same ones now, and the keeper says that the image stands
@@ -24,6 +24,7 @@ import xxhash
 
 from holdfast.checkpoint.capture.copy_plan import SHARED_BYTES, PlacedImage, Plan, SlotView, Split
 from holdfast.checkpoint.capture.mutation_check import can_digest
+from holdfast.checkpoint.capture.slot_record import Known, Record
 from holdfast.checkpoint.entries.types import LiveTensor
 from holdfast.core.layout.bundles import kind_of
 from holdfast.core.model import Version
@@ -31,30 +32,6 @@ from holdfast.keeper.rpc.client import Begun
 
 # So much of its smallest tensor tells whether an image moves.
 PROBE_BYTES = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Digests of an image in a slot.
-
-    Attributes:
-        probe: of the first bytes of its smallest part.
-        parts: of each part, in the order of the plan; None: it moves, and they were not taken.
-        moved: it was not what had been there before it.
-    """
-
-    probe: bytes
-    parts: tuple[bytes, ...] | None
-    moved: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Holds what one save, complete, left in a slot: by whom the keeper was told, and what is known of images by bundle."""
-
-    client: object
-    version: Version
-    known: Mapping[str, Known]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

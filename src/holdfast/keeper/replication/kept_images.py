@@ -18,9 +18,9 @@ from holdfast.core.model import Seal
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.slot_pool import HeldSlot
-from holdfast.keeper.slots.spoiled_images import spoiled
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.slots import ImagePlace
+from holdfast.tiers.memory.spoiled_images import spoiled
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from holdfast.keeper.slots.idle_windows import Windows
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.slot_pool import HeldSlot
-from holdfast.keeper.slots.spoiled_images import spoiled
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.page_populate import share_of_cores
 from holdfast.tiers.memory.slots import ImagePlace
+from holdfast.tiers.memory.spoiled_images import spoiled
 
 logger = logging.getLogger(__name__)
 
