@@ -56,6 +56,8 @@ def _entries(state: NodeState) -> dict[str, list[list[Any]]]:
     """Return by bundle: name, dtype, global shape, offsets, lengths of every piece in it."""
     found: dict[str, list[list[Any]]] = {}
     for held in state.slot_pool:
+        if held.parity is not None:
+            continue
         for bundle_id, place in held.images.items():
             if held.state is not SlotState.SEALED or bundle_id in found or bundle_id in held.condemned:
                 continue
