@@ -13,10 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, KeeperLost
-from holdfast.core.model import Seal, Version
+from holdfast.core.model import Level, Seal, Version
+from holdfast.core.recovery import version_choice
 from holdfast.keeper.replication import image_transfer, peer_line
 from holdfast.keeper.replication.image_transfer import CHUNKS_PER_LINE, MOST_LINES, count_lines
 from holdfast.keeper.replication.peer_line import ImagePart, PeerLine
@@ -28,7 +30,8 @@ from holdfast.keeper.slots.idle_windows import Windows
 from holdfast.tiers.backends.parallel_streams import StreamCount
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
-from keeper.rig import TIMEOUT_S, Rig, eventually
+from keeper.rig import TIMEOUT_S, Rig, eventually, reached, save_all
+from kit.nodes import facts_of, reborn, restored
 from kit.peer_proxy import Proxy, Source
 
 MakeRig = Callable[..., Rig]
@@ -422,3 +425,50 @@ def test_where_all_share_one_limit_one_line_is_enough(monkeypatch: pytest.Monkey
 
 def test_where_two_fill_the_way_two_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert learnt(monkeypatch, lambda lines: max(1.0, lines / 2), num_chunks=60) == 2
+
+
+# --- real keepers
+
+# Of an image that goes by two lines: the second comes with the third chunk, and a trial of both takes one more than is left.
+TWO_LINES_BYTES = 8 * CHUNK_BYTES - (64 << 10)
+
+
+def replica_slots(rig: Rig, node: int, version: Version) -> list[dict[str, Any]]:
+    return [slot for slot in rig.status(node)["replicas"] if slot["version"] == str(version)]
+
+
+def num_lines(pid: int) -> int:
+    """Connections of a process over TCP, its reports to the coordinator included."""
+    return len([found for found in psutil.Process(pid).net_connections("tcp") if found.status == "ESTABLISHED"])
+
+
+def test_several_lines_keep_to_the_bandwidth_and_a_node_that_dies_meanwhile_costs_one_version(
+    make_rig: MakeRig, secret_file: Path
+) -> None:
+    rig = make_rig(
+        num_nodes=2, own_bytes=TWO_LINES_BYTES, listen="127.0.0.1", secret_file=str(secret_file),
+        replicate_bandwidth=f"{6 * CHUNK_BYTES}", memory_budget="2GiB",
+    )  # fmt: skip
+    trainers = rig.start()
+    receiver, sender = (rig.pid_of(rig.keeper(node)) for node in (1, 0))
+    first = save_all(trainers, 1)
+    eventually(lambda: replica_slots(rig, 1, first))
+    alone = num_lines(receiver)
+    eventually(lambda: num_lines(receiver) > alone)
+    reached(trainers, first, Level.REPLICATED)
+    facts = rig.status(1)["replication"]
+    assert facts["last_seconds"] >= 0.9 * facts["last_bytes"] / (6 * CHUNK_BYTES)
+
+    second = save_all(trainers, 2)
+    eventually(lambda: num_lines(receiver) > alone and replica_slots(rig, 1, second))
+    os.kill(sender, signal.SIGKILL)
+    eventually(lambda: not replica_slots(rig, 1, second))
+    assert [slot["state"] for slot in replica_slots(rig, 1, first)] == ["sealed"]
+    for trainer in trainers:
+        trainer.client.close()
+    rig.next_incarnation(first)
+    back = [reborn(rig, rank) for rank in range(2)]
+    known = facts_of(rig, back[0].client.inventory())
+    found = [restored(trainer, known) for trainer in back]  # every byte compared
+    assert [version for version, _ in found] == [first, first]
+    assert version_choice.Source.PEER in found[0][1].values()

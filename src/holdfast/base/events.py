@@ -31,6 +31,7 @@ COUNTERS = {
     "relay_received_bytes": "State that another node read from storage and passed on.",
     "replicated_bytes": "State of other nodes that was copied into memory here as replicas.",
     "save_seconds": "Time in calls to save.",
+    "storage_linked_bytes": "State that was stored already, and was given a name in another version instead of being written.",
     "storage_read_bytes": "State that was read from storage.",
     "storage_record_read_bytes": "Manifests and other records that were read from storage.",
     "storage_written_bytes": "State that was written to storage.",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -109,6 +109,7 @@ class Structure:
     Args:
         shards: every shard of this rank.
         value_groups: the groups that carry values.
+        still: names of tensors that may stay as they are for many versions.
 
     Attributes:
         layout: this rank's bundles, for the keeper.
@@ -117,11 +118,19 @@ class Structure:
     """
 
     def __init__(
-        self, shards: Iterable[Shard], value_groups: Iterable[Group], *, rank: int, topology: Topology
+        self,
+        shards: Iterable[Shard],
+        value_groups: Iterable[Group],
+        *,
+        rank: int,
+        topology: Topology,
+        still: Container[str] = (),
     ) -> None:
         self._shards = {shard.name: shard for shard in shards}
         self._groups = frozenset(value_groups)
-        planned = bundle_layout.plan_bundles(self._shards.values(), values_of=self._groups, topology=topology)
+        planned = bundle_layout.plan_bundles(
+            self._shards.values(), values_of=self._groups, topology=topology, still=still
+        )
         self.layout: RankLayout = bundle_layout.rank_layout(planned, rank, topology)
         mine = set(self.layout.captures)
         self._bundles = tuple(bundle for bundle in planned if bundle.bundle_id in mine)
