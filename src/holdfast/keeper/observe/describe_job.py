@@ -27,6 +27,7 @@ def describe(state: NodeState) -> dict[str, Any]:
             "incarnation": state.incarnation,
             "nodes": list(assembly.topology.nodes) if assembly else [],
             "node_of": list(assembly.topology.node_of) if assembly else [],
+            "redundancy": assembly.topology.redundancy if assembly else "",
             "bundles": [
                 {
                     "bundle": ref.bundle_id,
