@@ -249,15 +249,15 @@ def test_plan_says_what_two_nodes_of_a_parity_group_take_along(holdfast: Run, tm
 @pytest.mark.parametrize(
     ("redundancy", "keepers", "said"),
     [
-        ("parity:3", {0: [1, 2]}, "parity on node1, node2 saves it"),
+        ("parity:3", {0: [1, 2], 1: [0, 2], 2: [0, 1]}, "parity on node1, node2 saves it"),
         ("none", {}, "UNPROTECTED, but for what is in storage: redundancy is none"),
-        ("replica", {0: [1]}, "a replica on node1 saves it"),
+        ("replica", {0: [1], 1: [2], 2: [0]}, "a replica on node1 saves it"),
     ],
 )
 def test_groups_names_who_saves_what_one_node_holds(
     redundancy: str, keepers: dict[int, list[int]], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = {0: [Shard("w", "F32", (4,), Extent((0,), (4,)), (0,))]}
+    alone = {node: [Shard("w", "F32", (12,), Extent((4 * node,), (4,)), (node,))] for node in range(3)}
     topology = uniform(3, 1, redundancy)
     assert groups_command._keepers(alone, topology) == keepers
     groups_command._print_alone(alone, topology)
