@@ -62,6 +62,12 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The checkpoint directory, or a URL (file, s3, gs, az).")]
+Redundancy = Annotated[
+    str | None, typer.Option(metavar="WAY", help="Survive a lost node by replica, parity:K or none; default: replica.")
+]
+LikeRun = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Take failures, recovery and step time from the journal of this run.")
+]
 RanksPerNode = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of ranks on each node.")]
 RunningJob = Annotated[
     str | None, typer.Option(metavar="ROOT", help="The job that runs on this machine and saves to ROOT.")
@@ -267,15 +273,9 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     save_time: Annotated[
         str, typer.Option(metavar="TIME", help="Time that a save stops training; by default what it copies at 5 GB/s.")
     ] = "",
-    like: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Take failures, recovery and step time from the journal of this run."),
-    ] = None,
+    like: LikeRun = None,
     without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Assume no replicas.")] = False,
-    redundancy: Annotated[
-        str | None,
-        typer.Option(metavar="WAY", help="Survive a lost node by replica, parity:K or none; default: replica."),
-    ] = None,
+    redundancy: Redundancy = None,
     lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these nodes.")] = "",
     lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these ranks.")] = "",
     pipeline: Annotated[
