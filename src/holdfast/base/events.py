@@ -29,6 +29,7 @@ COUNTERS = {
     "preloaded_bytes": "State that was read into memory before a rank asked for it.",
     "relay_fallbacks": "Bundles that another node was to pass on, and that were read from storage instead.",
     "relay_received_bytes": "State that another node read from storage and passed on.",
+    "replica_kept_bytes": "State of other nodes that did not change, and was in memory here already instead of being sent again.",
     "replicated_bytes": "State of other nodes that was copied into memory here as replicas.",
     "save_seconds": "Time in calls to save.",
     "storage_linked_bytes": "State that was stored already, and was given a name in another version instead of being written.",
