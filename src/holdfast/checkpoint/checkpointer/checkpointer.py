@@ -391,7 +391,7 @@ class Checkpointer:
         """
         named = as_version(version)
         assert named is not None
-        self._storage.marks.pin(named)
+        self._storage.pin(named)
 
     def unpin(self, version: Version | str) -> None:
         """Takes a pin away; the next commit may remove the version."""
