@@ -499,16 +499,17 @@ class Seals(Message, tag="seals", frozen=True, kw_only=True):
 
 
 class AskParity(Message, tag="ask-parity", frozen=True, kw_only=True):
-    """Asks for the piece of parity that this bundle is in."""
+    """Asks for the piece of parity that this bundle is in; `known`: for the bundle's seal alone."""
 
     version: Version
     bundle_id: str
+    known: bool = False
 
 
 class ParityOf(Message, tag="parity-of", frozen=True, kw_only=True):
     """Says what the piece is of, and gives the bundle's seal with digests of chunks. Its bytes are pulled by its name."""
 
-    piece: Piece
+    piece: Piece | None
     seal: Seal
 
 
