@@ -6,10 +6,17 @@ granted, and until both are mapped here. `call_minus_copy_ms`: what a `save()` c
 tensors, with `overlap=False`, for 300, 3,000 and 10,000 tensors of 4 KiB. `first_save_ratio`: the first such save of a
 job over the median of the later ones. `gather_ms` (told): looking at the state alone, its median and its worst.
 `question_p99_ms` (told): a question to the keeper of a rank that does nothing else.
+`busy_question_p99_ms:W`: the same while a replica travels, to its sender and its receiver, the worse of both: `plain` on Unix
+sockets, `tls`, and `lines` by LINES limited lines under TLS. Where the system allows it, keepers and asker are real-time
+processes, so that other work of the machine does not count (`alone`). The same without a replica is told.
 
 Where a store gives each stream STREAM_MIB_PER_S: `write_stream_share` and `read_stream_share` are the rate of one bundle by at
 most 8 streams over that of 8 such streams (the first, which begins with 8, and the best are told). `durable_ratio_to_dcp` is the
 seconds of a save to durable, by as many streams as are learnt, over those of DCP's FileSystemWriter with 8 threads, in turn.
+
+Where a network gives each connection LINE_MIB_PER_S (SO_MAX_PACING_RATE on loopback, under TLS): `replicate_lines_gain` is the
+rate of replicas from keeper to keeper by at most LINES lines over that by one, in turn. The first version of each, in which
+the lines are learnt, is told.
 
 `load_ratio_to_torch_load`: `restore()` of a rank whose keeper runs and holds nothing, from files in the page cache into
 tensors that exist, over `torch.load(mmap=True)` and a copy of the same bytes into the same tensors, in turn. `straight`:
@@ -24,15 +31,16 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from benchmarks import measure, pace
+from benchmarks import measure, pace, replicate
 from benchmarks.measure import MIB, Report, timed
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
@@ -40,7 +48,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import holdfast
 from holdfast.base.events import Events
-from holdfast.core.model import BundleRef, Version
+from holdfast.core.model import BundleRef, Level, Version
+from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.spawn import ensure_keeper
 from holdfast.testing.faults.rig import Rig
 from holdfast.tiers.backends.parallel_streams import StreamCount
@@ -56,6 +65,7 @@ _MADV_POPULATE_WRITE = 23
 TENSOR_BYTES = 4096
 LARGE_MIB = 3072
 STREAM_MIB_PER_S, STREAMS, STREAMED_MIB = 64, 8, 256
+LINE_MIB_PER_S, LINES = 64, 4
 
 
 def populate(report: Report, num_bytes: int, rounds: int) -> None:
@@ -199,6 +209,74 @@ def durable(report: Report, home: Path, rounds: int) -> None:
     )
 
 
+def replicate_lines(report: Report, home: Path, mib: int, rounds: int) -> None:
+    """Replicas by several limited lines and by one, in turn; and questions to keepers meanwhile."""
+    home.mkdir(parents=True)
+    secret = home / "secret"
+    secret.touch(0o600)
+    secret.write_text(os.urandom(32).hex())
+    network = {"listen": "127.0.0.1", "secret_file": str(secret)}
+    for name, way in (("plain", {}), ("tls", network)):
+        with replicate.pair_in(home / name, mib * MIB, way) as pair:
+            questions(report, name, pair, rounds)
+
+    def keepers(most: int) -> AbstractContextManager[replicate.Pair]:
+        limit = f"connections:{LINE_MIB_PER_S * MIB}:{most}"
+        return replicate.pair_in(home / str(most), mib * MIB, network, partial(pace.start_keeper, line=limit))
+
+    with keepers(1) as one, keepers(LINES) as many:
+        firsts = [pair.replicate() / MIB for pair in (one, many)]
+        many.replicate()  # learnt by now, or nearly
+        pairs = [(many.replicate() / MIB, one.replicate() / MIB) for _ in range(rounds)]
+        questions(report, "lines", many, rounds)
+    report.figure(
+        "replicate_lines_gain",
+        statistics.median(several / single for several, single in pairs),
+        "ratio",
+        ">= 3.5",
+        mib=mib,
+        mib_per_s=[round(statistics.median(found)) for found in zip(*pairs, strict=True)],
+        first_gain=firsts[1] / firsts[0],
+    )
+
+
+def questions(report: Report, name: str, pair: replicate.Pair, rounds: int) -> None:
+    """A rank of each of two keepers asks while a replica travels between them, and while none does."""
+    pids = [client.welcome.pid for client in pair.clients]
+    pair.replicate()  # its threads exist
+    told = pair.clients[0].announced
+    busy: tuple[list[float], ...] = ([], [])
+    idle: tuple[list[float], ...] = ([], [])
+
+    def ask(asked: list[float], client: KeeperClient, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            asked.append(timed(client.status))
+            time.sleep(0.001)
+
+    with measure.undisturbed(pids) as alone:
+        for which, client in [*enumerate(pair.clients)] * rounds:
+            deadline = time.monotonic() + 0.25
+            ask(idle[which], client, lambda deadline=deadline: time.monotonic() > deadline)
+            version = pair.save()
+            told.wait(version, Level.CAPTURED, replicate.WAIT_S)
+            ask(busy[which], client, lambda version=version: told.level(version)[0] >= Level.REPLICATED)
+
+    def p99_ms(found: tuple[list[float], ...]) -> list[float]:
+        return [round(1e3 * sorted(asked)[int(0.99 * len(asked))], 3) for asked in found]
+
+    during = p99_ms(busy)
+    report.figure(
+        f"busy_question_p99_ms:{name}",
+        max(during),
+        "ms",
+        "<= 1",
+        sender_and_receiver=during,
+        idle=p99_ms(idle),
+        questions=[len(asked) for asked in busy],
+        alone=alone,
+    )
+
+
 def load(report: Report, home: Path, mib: int, rounds: int, *, straight: bool = False) -> None:
     """Restores from storage against PyTorch's own reading of the same bytes, in turn. `straight`: without memory for slots."""
     model = nn.ParameterList(torch.rand(8 * MIB // 4) for _ in range(mib // 8))
@@ -249,6 +327,7 @@ def main() -> None:
         prepare(report, home / "p", size // 2, 200 if options.quick else 2000)
         stream_shares(report, home / "s", 4 if options.quick else 8)
         durable(report, home / "d", 3 if options.quick else 7)
+        replicate_lines(report, home / "r", min(options.mib, 256), 3 if options.quick else 7)
         load(report, home / "l", options.mib, 4 if options.quick else 10)
         load(report, home / "n", options.mib, 4 if options.quick else 10, straight=True)
         if not options.quick and measure.available_bytes() > 14 * LARGE_MIB * MIB // 3:

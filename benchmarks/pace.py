@@ -7,7 +7,8 @@ Whoever takes bytes waits until those before it have gone through. The files the
 line is all that is slow, and it is the same for all. Needs no torch, for a keeper has none.
 
 Other stores bound each stream and not all together: `limit_streams` makes every call of this process that writes or reads a
-file take its time, and a keeper is started so if a rate stands in the line's place.
+file take its time, and a keeper is started so if a rate stands in the line's place. Networks often bound each connection:
+`limit_connections`, and a keeper for which `connections:RATE:MOST` stands there, which opens at most MOST to one peer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import fcntl
 import io
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -26,12 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
+from holdfast.keeper.replication import image_transfer
+from holdfast.keeper.rpc.listener import hidden
 from holdfast.keeper.rpc.paths import RuntimePaths, place_of
 from holdfast.keeper.service import keeper_main
 from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.storage import version_store
+from holdfast.tiers.wire import tcp
 
 STEP_BYTES = 1 << 20
+_SO_MAX_PACING_RATE = 47  # of asm-generic/socket.h, in bytes per second
 _STATE = struct.Struct("=dd")  # when the line is free again (CLOCK_MONOTONIC), bytes per second (0: no bound)
 
 
@@ -146,6 +152,17 @@ def limit_streams(bytes_per_s: float) -> Callable[[], None]:
     return end
 
 
+def limit_connections(bytes_per_s: int) -> None:
+    """From now on each TCP connection of this process sends at this rate, however many others do."""
+    real = tcp._tune
+
+    def tune(sock: socket.socket) -> None:
+        real(sock)
+        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_per_s)
+
+    tcp._tune = tune
+
+
 class SlowWriter(io.FileIO):
     """A file that is written at a rate of its own, as a stream of `limit_streams` is."""
 
@@ -161,9 +178,9 @@ class SlowWriter(io.FileIO):
         return done
 
 
-def start_keeper(root: str, config: Config, line: Line | float) -> RuntimePaths:
-    """A keeper of the node whose storage lies behind the line, or whose streams have that rate, once it listens. It is a
-    child of this process.
+def start_keeper(root: str, config: Config, line: Line | float | str) -> RuntimePaths:
+    """A keeper of the node whose storage lies behind the line, or whose streams have that rate, or its connections
+    (`connections:RATE:MOST`), once it listens. It is a child of this process.
     """
     place = place_of(root, config)
     place.make()
@@ -173,8 +190,13 @@ def start_keeper(root: str, config: Config, line: Line | float) -> RuntimePaths:
         "--root", root, "--run-id", config.run_id, "--node", place.node, "--runtime-dir", str(place.runtime),
         "--memory-budget", config.memory_budget, "--linger-s", str(config.linger_s), "--ready-fd", str(theirs),
     ]  # fmt: skip
-    subprocess.Popen(command, pass_fds=(theirs,), start_new_session=True)
-    os.close(theirs)
+    passed = [theirs]
+    if config.listen:
+        passed.append(hidden(Path(config.secret_file).read_bytes()))
+        command += ["--listen", config.listen, "--secret-fd", str(passed[1])]
+    subprocess.Popen(command, pass_fds=passed, start_new_session=True)
+    for fd in passed:
+        os.close(fd)
     with os.fdopen(ready) as said:
         answer = json.loads(said.read() or "{}")
     if not answer.get("pid"):
@@ -183,12 +205,17 @@ def start_keeper(root: str, config: Config, line: Line | float) -> RuntimePaths:
 
 
 def main() -> int:
-    """A keeper behind the line, or of limited streams."""
-    try:
-        limit_streams(float(sys.argv[1]))
-    except ValueError:
-        line, opened = Line(Path(sys.argv[1])), version_store.open_backend
+    """A keeper behind the line, or of limited streams, or of limited connections."""
+    limit = sys.argv[1]
+    if limit.startswith("connections:"):
+        rate, most = map(int, limit.split(":")[1:])
+        limit_connections(rate)
+        image_transfer.MOST_LINES = most
+    elif "/" in limit:
+        line, opened = Line(Path(limit)), version_store.open_backend
         version_store.open_backend = lambda url: Paced(opened(url), line)
+    else:
+        limit_streams(float(limit))
     return keeper_main.main(sys.argv[2:])
 
 

@@ -35,6 +35,7 @@ from holdfast.core.layout.bundles import plan_bundles, rank_layout
 from holdfast.core.model import Extent, Level, Shard, Topology, Version
 from holdfast.keeper.rpc.client import Assembly, ImageSpan, KeeperClient
 from holdfast.keeper.rpc.messages import KEEPER
+from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.keeper.rpc.spawn import ensure_keeper
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.version_store import open_storage
@@ -49,7 +50,13 @@ PULLER_NICENESS = 10  # of node.worker, which pulls
 class Pair:
     """Two keepers; the first one's rank holds `num_bytes` that live there only, the second one's a page."""
 
-    def __init__(self, home: Path, num_bytes: int, network: dict[str, str]) -> None:
+    def __init__(
+        self,
+        home: Path,
+        num_bytes: int,
+        network: dict[str, str],
+        start: Callable[[str, Config], RuntimePaths] = ensure_keeper,
+    ) -> None:
         self.root, topology = str(home / "ck"), Topology(("a", "b"), (0, 1))
         storage = open_storage(self.root, Events())
         job_id, number = storage.claim(), storage.incarnations.register()
@@ -63,7 +70,7 @@ class Pair:
             config = Config(
                 runtime_dir=str(home / "rt"), node_label=node, memory_budget=str(8 * num_bytes + 64 * MIB), **network
             )
-            place = ensure_keeper(self.root, config)
+            place = start(self.root, config)
             self.clients.append(KeeperClient.connect(place.socket, job=place.job, rank=rank))
             rows = max(1, (num_bytes if rank == 0 else 4096) // 4096)
             shard = Shard(f"rank{rank}/w", "F32", (rows, 1024), Extent((0, 0), (rows, 1024)), (rank,))
@@ -169,9 +176,14 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 @contextlib.contextmanager
-def pair_in(home: Path, num_bytes: int, network: dict[str, str]) -> Iterator[Pair]:
-    home.mkdir()
-    pair = Pair(home, num_bytes, network)
+def pair_in(
+    home: Path,
+    num_bytes: int,
+    network: dict[str, str],
+    start: Callable[[str, Config], RuntimePaths] = ensure_keeper,
+) -> Iterator[Pair]:
+    home.mkdir(parents=True)
+    pair = Pair(home, num_bytes, network, start)
     try:
         yield pair
     finally:

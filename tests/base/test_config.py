@@ -86,6 +86,10 @@ BOUNDS: dict[str, tuple[list[object], list[object]]] = {
     **{name: (["", "a" * 128], ["a" * 129, "../x", "a b"]) for name in ("node_label", "rack_label", "backup_node")},
     "memory_budget": (["", "4GiB"], ["much", "-1", "4 bytes", "9" * 400]),
     "replicate_bandwidth": (["", "500MB"], ["fast", "-1"]),
+    "redundancy": (
+        ["replica", "none", "parity:3", "parity:10", "parity:1024"],
+        ["", "parity", "parity:2", "parity:03", "both"],
+    ),
     "overhead": (["", "0.5%", "99%"], ["0%", "100%", "-1%", "nan%", "little"]),
     "log_level": (["debug", "CRITICAL"], ["", "loud", "7"]),
 }
@@ -112,6 +116,13 @@ def test_values_out_of_range_are_refused_with_what_is_allowed(name: str, tmp_pat
                 with pytest.raises(ConfigError) as caught:
                     way()
                 assert caught.value.remedy, value
+
+
+def test_a_backup_node_is_refused_where_no_replicas_are_kept() -> None:
+    assert Config(redundancy="replica", backup_node="b").backup_node == "b"
+    for redundancy in ("parity:3", "none"):
+        with pytest.raises(ConfigError, match="backup_node = 'b'"):
+            Config(redundancy=redundancy, backup_node="b")
 
 
 def test_every_number_has_its_bounds() -> None:

@@ -104,16 +104,17 @@ def test_a_job_that_comes_back_to_its_end_makes_that_durable(make: Make, tmp_pat
     assert torch.equal(torch.rand(3), drawn), "random numbers too are as they were behind the last step"
 
 
-def test_a_state_that_came_back_from_memory_and_changed_is_no_end_in_silence(make: Make, tmp_path: Path) -> None:
+def test_a_state_that_came_back_from_memory_and_changed_is_no_end_in_silence(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop that leaves before it reports its last step has done nothing wrong: it ends well the second time too."""
     trainee = killed_behind_its_last_step(make)
     other = Trainee()
     checkpointer = make(other, every="1", durable_every="0", linger_s=20.0)
     checkpointer.restore()
     other.train()
-    with pytest.raises(
-        LevelNotReached, match="was restored from memory and is in no storage, and an optimizer made a step"
-    ):
-        checkpointer.close()
+    checkpointer.close()
+    assert "was restored from memory and is in no storage, and an optimizer made a step" in caplog.text
     assert stored(tmp_path) == []
     again = Trainee()
     checkpointer = make(again, every="1", durable_every="0", linger_s=1.0)

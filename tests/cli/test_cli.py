@@ -61,7 +61,8 @@ def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
 def test_options_stay_few() -> None:
     # 31: `expect_checkpoint` has to reach scripts that call restore() themselves, by whatever they are started.
     # 32: `encryption_required` is how a job that began without a key gets to one; refusing plain versions needs a way out.
-    assert len(Config.__dataclass_fields__) <= 32
+    # 33: `redundancy` halves the memory of large states or takes more network; no default suits both.
+    assert len(Config.__dataclass_fields__) <= 33
     # Beside them HOLDFAST_DISABLE, which is no setting: it must work where none can be read.
     assert len(ENVIRONMENT) + 1 <= 8
 

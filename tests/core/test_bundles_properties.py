@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.layout import bundles, replica_placement
+from holdfast.core.layout import bundles, replica_placement, reshard
 from holdfast.core.layout.bundles import MIN_CUT_BYTES
 from holdfast.core.model import (
     DTYPE_BYTES,
@@ -51,13 +51,17 @@ class Job:
     topology: Topology
     shards: dict[int, tuple[Shard, ...]]
     values_of: frozenset[Ranks]
+    still: frozenset[str] = frozenset()
 
     @functools.cached_property
     def plans(self) -> dict[int, tuple[Bundle, ...]]:
         """What each rank plans from its own shards, without asking anybody."""
         return {
             rank: bundles.plan_bundles(
-                own, values_of=[ranks for ranks in self.values_of if rank in ranks], topology=self.topology
+                own,
+                values_of=[ranks for ranks in self.values_of if rank in ranks],
+                topology=self.topology,
+                still=self.still,
             )
             for rank, own in self.shards.items()
         }
@@ -114,13 +118,21 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(topology, mixed, values_of)
 
 
+@st.composite
+def jobs_that_freeze(draw: st.DrawFn) -> Job:
+    """Jobs in which some tensors may stay as they are: twins know the same of them."""
+    job = draw(jobs())
+    names = sorted({shard.name for own in job.shards.values() for shard in own})
+    return replace(job, still=frozenset(name for name in names if draw(st.booleans())))
+
+
 def shares(job: Job, ranks: Ranks) -> tuple[Bundle, ...]:
     """The bundles of one group, as its first member plans them."""
     return tuple(bundle for bundle in job.plans[ranks[0]] if bundle.ranks == ranks)
 
 
 @CASES
-@given(jobs())
+@given(st.one_of(jobs(), jobs_that_freeze()))
 def test_every_row_lies_in_exactly_one_piece(job: Job) -> None:
     for rank, own in job.shards.items():
         rows: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -140,7 +152,7 @@ def test_every_row_lies_in_exactly_one_piece(job: Job) -> None:
 
 
 @CASES
-@given(jobs())
+@given(st.one_of(jobs(), jobs_that_freeze()))
 def test_a_bundle_holds_a_name_once_and_is_not_empty(job: Job) -> None:
     for rank in job.shards:
         planned = job.plans[rank]
@@ -149,6 +161,27 @@ def test_a_bundle_holds_a_name_once_and_is_not_empty(job: Job) -> None:
             names = [piece.shard.name for piece in bundle.pieces]
             assert len(set(names)) == len(names)
             assert bundle.pieces or bundle.has_values
+
+
+@CASES
+@given(jobs_that_freeze())
+def test_what_may_stay_lies_apart_and_is_known_again(job: Job) -> None:
+    for rank, own in job.shards.items():
+        for bundle in job.plans[rank]:
+            names = {piece.shard.name for piece in bundle.pieces}
+            if bundles.kind_of(bundle.bundle_id):
+                assert names <= job.still
+                assert not bundle.has_values
+                assert {name.partition(".")[0] for name in names} == {next(iter(names)).partition(".")[0]}
+            else:  # what is left of them is too little
+                left = [piece.shard for piece in bundle.pieces if piece.shard.name in job.still]
+                assert sum(s.num_bytes for s in left if s.num_bytes >= bundles.MIN_STILL_TENSOR_BYTES) < sum(
+                    (s.num_bytes for s in own), bundles.MIN_STILL_BYTES
+                )
+        refs = [ref for ref in job.layouts[rank].bundles if any(shard.ranks == ref.ranks for shard in own)]
+        assert reshard.is_layout(refs, own, job.still)
+        apart = any(bundles.kind_of(ref.bundle_id) for ref in refs)
+        assert reshard.is_layout(refs, own) is not apart, "another layout for who takes nothing apart"
 
 
 @CASES

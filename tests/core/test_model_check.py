@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.layout import parity_groups
 from holdfast.core.model import Decision, Version
 from holdfast.core.versions import slot_guard
 from holdfast.core.versions.coordinator_board import Board
@@ -46,6 +47,9 @@ SOUND = {
     "second copies": Bounds(PAIR, replicas=True, max_step=3),
     "a node does not wait for second copies": Bounds(PAIR, replicas=True, impatience=1, max_step=2),
     "second copies are made again": Bounds(PAIR, replicas=True, repeats=1, max_step=3),
+    "parity": Bounds(THREE, replicas=True, parity=True, max_step=2),
+    "parity, and a keeper dies": Bounds(THREE, replicas=True, parity=True, keeper_deaths=1, max_step=1),
+    "parity, and a trainer dies": Bounds(THREE, replicas=True, parity=True, trainer_deaths=1, max_step=1),
     "a second copy is written to storage": Bounds(PAIR, replicas=True, takeovers=1, max_step=2),
 }
 
@@ -73,6 +77,10 @@ DEEP = {
     "second copies are written to storage and a trainer dies": Bounds(
         PAIR, replicas=True, takeovers=1, trainer_deaths=1, max_step=2
     ),
+    "three versions with parity": Bounds(THREE, replicas=True, parity=True),
+    "a node stops waiting for parity": Bounds(THREE, replicas=True, parity=True, impatience=1, max_step=2),
+    "parity is made again": Bounds(THREE, replicas=True, parity=True, repeats=1, max_step=2),
+    "parity, and a trainer dies later": Bounds(THREE, replicas=True, parity=True, trainer_deaths=1, max_step=2),
     "three slots and a trainer dies": Bounds(THREE, num_slots=3, max_step=2, trainer_deaths=1, skips=1),
 }
 
@@ -208,6 +216,15 @@ def dropped_copies_still_count(patch: Patch) -> None:
     patch.setattr(Board, "_holders", holders)
 
 
+def slots_go_when_something_newer_is_captured(patch: Patch) -> None:
+    """Parity needs the slots of all members: whoever overwrites one by the rule of what is captured takes it away."""
+    patch.setattr(NodeLedger, "awaits_copies", lambda *_: False)
+
+
+def the_last_piece_is_not_waited_for(patch: Patch) -> None:
+    patch.setattr(Board, "_stands", lambda _, entry, __: bool(entry.replicas.get(parity_groups.STANDS)))
+
+
 PLANTED: list[tuple[Callable[[Patch], None], Bounds, str]] = [
     (overwrite_the_oldest, Bounds(PAIR), "S6"),
     (overwrite_the_oldest, Bounds(THREE, num_slots=3), "S6"),
@@ -225,6 +242,8 @@ PLANTED: list[tuple[Callable[[Patch], None], Bounds, str]] = [
     (replicas_that_count_go, Bounds(PAIR, num_slots=3, max_step=4, replicas=True), "S13"),
     (dropped_copies_still_count, Bounds(PAIR, replicas=True, impatience=1), "S13"),
     (found_and_not_pinned, Bounds(PAIR, replicas=True, takeovers=1), "S5"),
+    (slots_go_when_something_newer_is_captured, Bounds(THREE, replicas=True, parity=True, max_step=3), "S13"),
+    (the_last_piece_is_not_waited_for, Bounds(THREE, replicas=True, parity=True, max_step=2), "S13"),
     (what_stands_is_pulled_again, Bounds(PAIR, replicas=True, repeats=1), "V1"),
 ]
 

@@ -6,7 +6,6 @@ connection before.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -14,7 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,7 @@ import pytest
 from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, KeeperLost
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery.version_choice import choose_version
-from holdfast.keeper.replication.image_transfer import PIECE_BYTES, PeerReader
+from holdfast.keeper.replication.peer_line import PIECE_BYTES
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.server import MAX_THREADS
 from holdfast.tiers.format import image as image_format
@@ -32,103 +31,12 @@ from holdfast.tiers.wire import frames
 from holdfast.tiers.wire.frames import Channel
 from keeper.rig import Rig, Trainer, reached, save_all
 from kit.nodes import facts_of, reborn, restored
+from kit.peer_proxy import PAGE, Proxy, Source
 
 MakeRig = Callable[..., Rig]
-PAGE = 4096
 # Pages of an image before this one are alike, and to swap two that are equal is no damage.
 RANDOM_FROM = 5
 DAMAGES = ("flip", "swap", "stale", "cut")
-
-
-@dataclass
-class Proxy:
-    """Between a keeper and whoever pulls from it: passes everything on, and damages bulk bytes when told to."""
-
-    target: Path
-    path: Path
-    damage: Callable[[bytearray], bool] | None = None  # True: end the connection behind what is left
-    damaged: int = 0
-    _threads: set[threading.Thread] = field(default_factory=set)
-    _socks: set[socket.socket] = field(default_factory=set)
-
-    def __enter__(self) -> Proxy:
-        self._listener = frames.listen(self.path)
-        self._listener.setblocking(True)
-        self._run(self._serve)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for sock in tuple(self._socks):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in tuple(self._threads):
-            thread.join(10)
-
-    def _run(self, work: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=work, args=args, daemon=True)
-        self._threads.add(thread)
-        thread.start()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.socket(socket.AF_UNIX)
-                server.connect(str(self.target))
-                self._run(self._pass_on, client, server)
-
-    def _pass_on(self, client: socket.socket, server: socket.socket) -> None:
-        """One connection from its beginning to its end; nothing of it stays."""
-        self._socks |= {client, server}
-        there = threading.Thread(target=self._there, args=(client, server), daemon=True)
-        there.start()
-        self._back(server, client)
-        for sock in (client, server):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        there.join(10)
-        self._socks -= {client, server}
-        client.close()
-        server.close()
-        self._threads.discard(threading.current_thread())
-
-    def _there(self, client: socket.socket, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while part := client.recv(1 << 16):
-                server.sendall(part)
-        with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)
-
-    def _back(self, server: socket.socket, client: socket.socket) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            while True:
-                head = _exactly(server, 4)
-                body = _exactly(server, struct.unpack(">I", head)[0])
-                client.sendall(head + body)
-                said = messages.decode(bytes(body))
-                if isinstance(said, messages.Bulk):
-                    bulk = _exactly(server, said.length)
-                    if self.damage is not None:
-                        self.damaged += 1
-                        if self.damage(bulk):
-                            client.sendall(bulk)
-                            break
-                    client.sendall(bulk)
-        with contextlib.suppress(OSError):
-            client.shutdown(socket.SHUT_RDWR)
-
-
-def _exactly(sock: socket.socket, count: int) -> bytearray:
-    data = bytearray(count)
-    view = memoryview(data)
-    while view:
-        got = sock.recv_into(view)
-        if not got:
-            raise EOFError
-        view = view[got:]
-    return data
 
 
 def damage_of(kind: str, chance: random.Random, before: bytes) -> Callable[[bytearray], bool]:
@@ -150,50 +58,6 @@ def damage_of(kind: str, chance: random.Random, before: bytes) -> Callable[[byte
         return False
 
     return damage
-
-
-def content(size: int, seed: int) -> bytes:
-    return random.Random(seed).randbytes(size)
-
-
-class Source:
-    """A keeper that holds two versions of one bundle of random bytes."""
-
-    def __init__(self, rig: Rig) -> None:
-        (self.trainer,) = rig.start()
-        self.rig = rig
-        self.own = max(self.trainer.mine, key=lambda bundle: bundle.num_bytes)
-        self.images: dict[Version, bytes] = {}
-        for step in (1, 2):
-            slot = self.trainer.begin(step)
-            spans = self.trainer.write(slot, step)
-            for span in spans:
-                if span.ref.bundle_id == self.own.bundle_id:
-                    begin = span.offset + 4 * PAGE  # behind the header
-                    slot.view[begin : span.offset + span.length] = content(span.length - 4 * PAGE, step)
-                    image = bytes(slot.view[span.offset : span.offset + span.length])
-            version = self.trainer.version(step)
-            self.trainer.client.copied(version, spans)
-            reached([self.trainer], version, Level.CAPTURED)
-            self.images[version] = image
-        self.version = version
-
-    def reader(self, address: str) -> PeerReader:
-        rig = self.rig
-        hello = messages.Hello(
-            job=rig.keeper(0).job, role=messages.KEEPER, node=1, incarnation=rig.incarnation, job_id=rig.job_id
-        )
-        return PeerReader(address, hello, lambda: False)
-
-    def pull(self, address: str) -> bytes:
-        reader = self.reader(address)
-        try:
-            seal = reader.seals(self.version, (self.own.bundle_id,))[self.own.bundle_id]
-            target = bytearray(seal.length)
-            reader.read_into(self.version, seal, memoryview(target))
-            return bytes(target)
-        finally:
-            reader.close()
 
 
 @pytest.mark.parametrize("trials", [300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])

@@ -74,6 +74,24 @@ def test_a_version_is_replicated_only_when_the_bundles_of_one_node_have_a_replic
     assert {replica["rank"] for replica in replicas} == {1}
 
 
+def test_every_node_hears_that_a_newer_incarnation_forbids_its_commits(
+    make_rig: MakeRig,
+) -> None:
+    """Only the coordinator's node commits and is refused; ranks of the others would wait for their time limit."""
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    reached(trainers, save_all(trainers, 1, durable=True), Level.DURABLE)
+    rig.storage.incarnations.register()  # somebody else took over
+
+    version = save_all(trainers, 2, durable=True)
+
+    for trainer in trainers:
+        with pytest.raises(LevelNotReached, match=r"a newer incarnation runs.*end this process") as raised:
+            trainer.client.announced.wait(version, Level.DURABLE, 60)
+        assert "waited" not in str(raised.value)
+    assert rig.storage.versions() == [Version(1, 1)]
+
+
 def test_a_lost_node_comes_back_from_the_memory_of_the_others(make_rig: MakeRig) -> None:
     rig = make_rig(num_nodes=2, per_node=2)
     trainers = rig.start()

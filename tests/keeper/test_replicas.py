@@ -34,7 +34,7 @@ class Peer:
     meet: ClassVar[Callable[[str, str], None]]
     pulled: ClassVar[list[tuple[Version, str]]]
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.meet("hello", "")
 
     def seals(self, _: Version, bundle_ids: tuple[str, ...]) -> dict[str, Seal]:

@@ -20,7 +20,7 @@ from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger, Reports
 from holdfast.core.versions.slot_guard import SlotState, reusable
 from holdfast.core.versions.writer_failover import Order
-from holdfast.keeper.replication.replicator import Replicator, _NotYet
+from holdfast.keeper.replication.replicator import NotYet, Replicator
 from holdfast.keeper.rpc.messages import ImageSpan
 from holdfast.keeper.slots import sealer as sealer_module
 from holdfast.keeper.slots.idle_windows import Windows
@@ -147,7 +147,7 @@ def test_a_replica_that_arrives_late_is_pinned_while_written(node: Node) -> None
     refused: list[str] = []
 
     def pull() -> None:
-        with node.state.lock, pytest.raises(_NotYet) as caught:
+        with node.state.lock, pytest.raises(NotYet) as caught:
             node.replicator._reuse(0, V2, NUM_BYTES)
         refused.append(caught.value.what)
 

@@ -22,6 +22,7 @@ def facts_of(rig: Rig, inventory: Inventory, *, with_storage: bool = False) -> F
         lineage=Lineage(rig.storage.incarnations.lineage()),
         topology=rig.topology,
         suspects=frozenset(version for version, _ in inventory.suspects),
+        parity=inventory.parity,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+from holdfast.core.layout.parity_groups import STANDS
 from holdfast.core.model import Level, Topology, Version
 from holdfast.core.versions.coordinator_board import Announcement, Kind
 from holdfast.core.versions.slot_guard import SlotState, SlotView
@@ -22,6 +23,8 @@ from model_check.state import Bounds, Broken, Takeover, World
 
 # Slots for replicas of one rank.
 NUM_REPLICAS = 2
+# Stands for the rank of a node's parity, of which it has as many slots.
+PARITY = -1
 
 
 class Rules(Protocol):
@@ -52,14 +55,14 @@ def moves(job: Rules, world: World, node: int) -> Iterator[tuple[str, Callable[[
         yield f"node {node} has waited long enough", partial(lose_patience, world, node)
     if not world.patient[node]:
         yield f"node {node} asks what it may overwrite", partial(ask_all, job, world, node)
-    for rank in job.ranks:
-        if _backup(job, rank) == node and (wanted := _wanted(world, node, rank)) is not None:
+    for rank in _kept(job, node):
+        if (wanted := _wanted(job, world, node, rank)) is not None:
             yield f"node {node} copies rank {rank}", partial(pull, job, world, node, rank, wanted)
         # Of the first node only: others would tell the same story.
-        due = max(world.tables[node], default=None) if node == 0 and _backup(job, rank) == node else None
+        due = max(world.tables[node], default=None) if node == 0 else None
         if world.left.takeovers and due is not None:
             yield f"node {node} is to write {due.step} of rank {rank}", partial(take_over, world, node, rank, due)
-        if world.left.repeats and (had := _had(world, node, rank)) is not None:
+        if world.left.repeats and (had := _had(job, world, node, rank)) is not None:
             again = world._replace(left=world.left._replace(repeats=world.left.repeats - 1))
             yield f"node {node} copies rank {rank} once more", partial(pull, job, again, node, rank, had)
     if world.orders[node]:
@@ -108,7 +111,7 @@ def tell(job: Rules, world: World, node: int) -> World:
     world = world._replace(untold=_put(world.untold, node, tuple(later)))
     if what == "dropped":
         return job.conclude(world, "dropped", node, version)
-    ids = tuple(f"b{rank}" for rank in job.ranks if _backup(job, rank) == node)
+    ids = _names(job, node)
     return job.conclude(world, "replicated", version, node, ids)
 
 
@@ -156,11 +159,10 @@ def pull(job: Rules, world: World, node: int, rank: int, version: Version) -> Wo
             world = job.checked(world._replace(copies=_put(world.copies, node, left)))
         copies = tuple(sorted((*world.copies[node], (rank, version))))
         world = world._replace(copies=_put(world.copies, node, copies))
-    mine = {r for r in job.ranks if _backup(job, r) == node}
+    mine = _kept(job, node)
     counts = version.incarnation == len(world.resumed)  # the coordinator is told of its own incarnation only
     if counts and all((r, version) in world.copies[node] for r in mine):
-        ids = tuple(f"b{r}" for r in sorted(mine))
-        world, _ = job.ask(world, node, "replicated", version, ids)
+        world, _ = job.ask(world, node, "replicated", version, _names(job, node))
         if world.joined[node]:
             world = world._replace(untold=_put(world.untold, node, (*world.untold[node], ("replicated", version))))
     return world
@@ -219,14 +221,19 @@ def arrive(job: Rules, world: World) -> World:
                 world = tell(job, world, node)
             while world.orders[node]:
                 world = write_on(world, node)
-            for rank in job.ranks:
-                if _backup(job, rank) == node and (version := _wanted(world, node, rank)) is not None:
+            for rank in _kept(job, node):
+                if (version := _wanted(job, world, node, rank)) is not None:
                     world = pull(job, world, node, rank, version)
         if world == before:
             return world
 
 
 def _under_replicated(job: Rules, world: World, version: Version) -> int | None:
+    """A rank whose state of the version may be gone with one node; with parity any of them needs all the others have."""
+    if job.bounds.parity:
+        lost = (rank for rank in job.ranks if not _held(world, rank, version))
+        bare = (node for node in job.nodes if (PARITY, version) not in world.copies[node])
+        return next(lost, next(bare, None))
     for rank in job.ranks:
         home = job.topology.node_of[rank]
         own = any(slot.version == version and slot.state is SlotState.SEALED for slot in world.slots[rank])
@@ -241,20 +248,36 @@ def stands(world: World, node: int, rank: int, version: Version) -> bool:
     return (rank, version) in world.copies[node]
 
 
-def _had(world: World, node: int, rank: int) -> Version | None:
-    """The newest version of the rank that this node has a replica of, if the rank's slot still holds it."""
+def _had(job: Rules, world: World, node: int, rank: int) -> Version | None:
+    """The newest version of the rank that this node has a copy of, if what it was made of is still held."""
     version = max((version for of, version in world.copies[node] if of == rank), default=None)
-    held = any(slot.version == version and slot.state is SlotState.SEALED for slot in world.slots[rank])
-    return version if held else None
+    return version if version is not None and _is_to_be_had(job, world, rank, version) else None
 
 
-def _wanted(world: World, node: int, rank: int) -> Version | None:
-    """The newest captured version, if this node lacks its replica and the rank's slot still holds it."""
+def _wanted(job: Rules, world: World, node: int, rank: int) -> Version | None:
+    """The newest captured version, if this node lacks its copy and what it is made of is still held."""
     version = max(world.tables[node], default=None)
     if version is None or version.incarnation != len(world.resumed) or (rank, version) in world.copies[node]:
         return None
-    held = any(slot.version == version and slot.state is SlotState.SEALED for slot in world.slots[rank])
-    return version if held else None
+    return version if _is_to_be_had(job, world, rank, version) else None
+
+
+def _is_to_be_had(job: Rules, world: World, rank: int, version: Version) -> bool:
+    return all(_held(world, each, version) for each in (job.ranks if rank == PARITY else (rank,)))
+
+
+def _held(world: World, rank: int, version: Version) -> bool:
+    return any(slot.version == version and slot.state is SlotState.SEALED for slot in world.slots[rank])
+
+
+def _kept(job: Rules, node: int) -> tuple[int, ...]:
+    """The ranks that a node keeps copies of."""
+    return (PARITY,) if job.bounds.parity else tuple(rank for rank in job.ranks if _backup(job, rank) == node)
+
+
+def _names(job: Rules, node: int) -> tuple[str, ...]:
+    """What a node tells that it keeps."""
+    return (STANDS,) if job.bounds.parity else tuple(f"b{rank}" for rank in _kept(job, node))
 
 
 def _backup(job: Rules, rank: int) -> int:

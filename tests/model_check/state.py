@@ -47,6 +47,7 @@ class Bounds:
         impatience: how often a node stops waiting for second copies.
         repeats: how often a node copies once more what it has: a transfer of several ranks broke, or a restore asked again.
         takeovers: how often a node has to write to storage what it keeps a copy of; the order may come before the copy.
+        parity: with `replicas`: all nodes keep parity of each other instead, each one piece of a version.
     """
 
     node_of: tuple[int, ...] = (0, 1)
@@ -63,6 +64,7 @@ class Bounds:
     impatience: int = 0
     repeats: int = 0
     takeovers: int = 0
+    parity: bool = False
 
 
 class Left(NamedTuple):

@@ -38,7 +38,9 @@ class Job:
         self.bounds = bounds
         self.cells = Cells()
         nodes = tuple(f"n{node}" for node in range(max(bounds.node_of) + 1))
-        self.topology = Topology(nodes, bounds.node_of)
+        self.topology = Topology(
+            nodes, bounds.node_of, redundancy=f"parity:{len(nodes)}" if bounds.parity else "replica"
+        )
         refs = [BundleRef(f"b{rank}", (rank,), 0, 1, 1, "f") for rank in self.ranks]
         self._table = tuple(refs)
         self._layouts = [RankLayout(ref.ranks[0], (ref,), (ref.bundle_id,)) for ref in refs]

@@ -45,11 +45,12 @@ class SaveOnly(Checkpointer):
         """Return the newest durable version of a step; None if there is none."""
         return max((version for version in self._storage.versions() if version.step == step), default=None)
 
-    def _finish(self, run: Run) -> None:
+    def _finish(self, run: Run) -> bool:
         last, run.optimizer_steps = run.last, -1  # it never counts as the state that was saved
-        super()._finish(run)
+        whole = super()._finish(run)
         if last is not None and last.given_up:
             raise LevelNotReached(f"{last.version} is not saved: {last.given_up}", remedy="the save before counts")
+        return whole
 
 
 class _Unheard(StopSignal):

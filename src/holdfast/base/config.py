@@ -93,6 +93,9 @@ class Config:
         listen_unsafe: an address of all interfaces (`0.0.0.0`) is meant.
         secret_file: the job's secret, 64 hexadecimal digits, equal on all nodes; a file of mode 0600, or `fd:<number>`.
         replicate_bandwidth: bytes per second (`"500MB"`) that this node sends as replicas; `""` is no bound.
+        redundancy: how memory survives a lost node, the same on all nodes. `"replica"`: another node keeps a whole copy of what one
+            node alone holds. `"parity:8"`: groups of 8 nodes or more keep parity of each other, in 1/7 of that memory; one
+            node of a group may be lost. `"none"`: nothing is kept, and a version that one node alone holds is never replicated.
         rack_label: where this node stands; a replica never stands in the rack of its original. `""` is no rack.
         backup_node: label of the node that keeps this one's replicas; `""` lets holdfast choose.
         encryption_key: file with the key that bundle files in storage are encrypted with, or `!command` that prints it;
@@ -130,6 +133,7 @@ class Config:
     listen_unsafe: bool = False
     secret_file: str = ""
     replicate_bandwidth: str = ""
+    redundancy: str = "replica"
     rack_label: str = ""
     backup_node: str = ""
     encryption_key: str = ""
@@ -155,6 +159,17 @@ class Config:
             text = getattr(self, name)
             plain = re.fullmatch(r"[A-Za-z0-9._-]{0,128}", text) and text not in {".", ".."}  # they name directories
             _require(bool(plain), name, text, "a plain name")
+        known = re.fullmatch(r"replica|none|parity:(?:[3-9]|[1-9]\d{1,3})", self.redundancy)
+        _require(
+            bool(known), "redundancy", self.redundancy, "replica, none, or parity:K with at least 3 nodes in a group"
+        )
+        needs_replicas = bool(self.backup_node) and self.redundancy != "replica"
+        _require(
+            not needs_replicas,
+            "backup_node",
+            self.backup_node,
+            "none where redundancy is not replica: it keeps replicas",
+        )
         _require(self.log_level.upper() in LOG_LEVELS, "log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
         for name in ("memory_budget", "replicate_bandwidth"):
             parse_size(getattr(self, name) or "0")

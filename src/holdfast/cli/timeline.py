@@ -42,6 +42,7 @@ _KINDS = {
     "node.sealed": "seal",
     "node.replicated": "replicate",
     "node.refilled": "replicate",
+    "node.parity": "replicate",
     "node.persisted": "persist",
     "node.committed": "persist",
     "node.retired": "persist",

@@ -36,7 +36,7 @@ class Level(enum.IntEnum):
 
     NONE = 0
     CAPTURED = 1  # every bundle is sealed in some node's memory
-    REPLICATED = 2  # every bundle is sealed in at least two nodes
+    REPLICATED = 2  # every bundle is sealed in at least two nodes, or survives any one of them by parity
     DURABLE = 3  # the manifest is committed in storage
 
 
@@ -222,12 +222,14 @@ class Topology:
     Attributes:
         racks: label of each node's rack; empty if nobody said.
         backups: index of the node that was named to keep each node's replicas, -1 where none was; empty if none at all.
+        redundancy: what survives a lost node in memory, and how (`core.layout.parity_groups`).
     """
 
     nodes: tuple[str, ...]
     node_of: tuple[int, ...]
     racks: tuple[str, ...] = ()
     backups: tuple[int, ...] = ()
+    redundancy: str = "replica"
 
     @property
     def world_size(self) -> int:

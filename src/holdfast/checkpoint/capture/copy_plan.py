@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -21,6 +21,7 @@ import torch
 
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.capture.block_copies import BlockCopies
+from holdfast.checkpoint.capture.slot_record import Known, Record
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, torch_dtype
 from holdfast.checkpoint.state.change_detection import same_objects
 from holdfast.core.layout import bundles as bundle_layout
@@ -109,6 +110,7 @@ class Structure:
     Args:
         shards: every shard of this rank.
         value_groups: the groups that carry values.
+        still: names of tensors that may stay as they are for many versions.
 
     Attributes:
         layout: this rank's bundles, for the keeper.
@@ -117,11 +119,19 @@ class Structure:
     """
 
     def __init__(
-        self, shards: Iterable[Shard], value_groups: Iterable[Group], *, rank: int, topology: Topology
+        self,
+        shards: Iterable[Shard],
+        value_groups: Iterable[Group],
+        *,
+        rank: int,
+        topology: Topology,
+        still: Container[str] = (),
     ) -> None:
         self._shards = {shard.name: shard for shard in shards}
         self._groups = frozenset(value_groups)
-        planned = bundle_layout.plan_bundles(self._shards.values(), values_of=self._groups, topology=topology)
+        planned = bundle_layout.plan_bundles(
+            self._shards.values(), values_of=self._groups, topology=topology, still=still
+        )
         self.layout: RankLayout = bundle_layout.rank_layout(planned, rank, topology)
         mine = set(self.layout.captures)
         self._bundles = tuple(bundle for bundle in planned if bundle.bundle_id in mine)
@@ -188,6 +198,8 @@ class SlotView:
     Attributes:
         targets: where each part goes.
         sources: where each part comes from; set by `assign`.
+        record: what the last complete save left in it; None while it is being written (`checkpoint.capture.unchanged_images`).
+        known: what of that may be believed in the save that is being made, by bundle.
     """
 
     def __init__(self, slot: Slot, plan: Plan) -> None:
@@ -202,6 +214,8 @@ class SlotView:
         )
         self.targets = [part.view_in(base) for part in plan.parts]
         self.sources: list[torch.Tensor] = []
+        self.record: Record | None = None
+        self.known: Mapping[str, Known] = {}
         self._names = [part.name for part in plan.parts]
         self._sizes = array("q", [part.piece.num_bytes for part in plan.parts])
         self._divided = [index for index, part in enumerate(plan.parts) if not part.is_whole]
@@ -246,16 +260,22 @@ class SlotView:
             for i in fresh
         )
 
-    def write_frames(self, values: Mapping[str, bytes]) -> None:
-        """Headers and values of all images: everything that is not a tensor."""
+    def write_frames(self, values: Mapping[str, bytes], *, but: Container[str] = ()) -> None:
+        """Headers and values of all images but those of some bundles: everything that is not a tensor."""
         memory = self.slot.view
         for image in self.plan.images:
-            header = image.plan.header
-            memory[image.start : image.start + len(header)] = header
+            if image.ref.bundle_id in but:
+                continue
+            self.write_header(image)
             if image.plan.values_span is not None:
                 first, num_bytes = image.plan.values_span
                 start = image.start + first
                 memory[start : start + num_bytes] = values[image.ref.bundle_id]
+
+    def write_header(self, image: PlacedImage) -> None:
+        """The header of an image."""
+        header = image.plan.header
+        self.slot.view[image.start : image.start + len(header)] = header
 
 
 @dataclass(slots=True)

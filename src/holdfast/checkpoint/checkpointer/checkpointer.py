@@ -391,7 +391,7 @@ class Checkpointer:
         """
         named = as_version(version)
         assert named is not None
-        self._storage.marks.pin(named)
+        self._storage.pin(named)
 
     def unpin(self, version: Version | str) -> None:
         """Takes a pin away; the next commit may remove the version."""
@@ -413,7 +413,8 @@ class Checkpointer:
 
         If an optimizer made a step after the last one that was reported, or somebody wrote other weights, its state is not
         here any more. Then the newest version that was saved is made durable, and the log says at level ERROR what that leaves out.
-        If no step was made since a restore from memory, what was restored is made durable.
+        If no step was made since a restore from memory, what was restored is made durable; if one was made and none was reported,
+        the log says at level ERROR that storage has not what was restored, and the keeper stays.
 
         Copies to further places (`also_to`) are waited for until `close_timeout_s` is over (10 s after a SIGTERM or a stop file),
         and the log says how far they are.
@@ -428,8 +429,9 @@ class Checkpointer:
         finished, began = False, time.monotonic()
         try:
             if self._run is not None:
-                self._finish(self._run)
-            finished = True
+                finished = self._finish(self._run)
+            else:
+                finished = True
         finally:
             copy_s = 0.0
             if finished:  # who was told to stop may be killed soon
@@ -702,7 +704,7 @@ class Checkpointer:
             client=lambda: run.link.client,
             last_client=lambda: run.link.last_client,
             settle=run.saver.settle,
-            num_nodes=len(run.job.topology.nodes),
+            topology=run.job.topology,
             timeout_s=self._config.close_timeout_s,
         )
         if nested:  # a signal's handler, or state_dict() of an object: whatever the first save holds, it holds still
@@ -752,8 +754,11 @@ class Checkpointer:
         self.close()
         raise SystemExit(0)
 
-    def _finish(self, run: Run) -> None:
-        """The last step is durable; if its state is not here any more, the newest version that was saved, aloud."""
+    def _finish(self, run: Run) -> bool:
+        """The last step is durable; if its state is not here any more, the newest version that was saved, aloud.
+
+        Returns whether the keeper may end with this job.
+        """
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
         direct, last, changed = run.saver.memory is None, run.last, run.changed
@@ -773,7 +778,10 @@ class Checkpointer:
         elif (whole := run.whole) is not None:
             last = self._raise_level(run, whole, Level.DURABLE)
         elif run.fleeting is not None and last is None:
-            last = self._keep_restored(run, run.fleeting, changed)
+            if changed:
+                self._leave_restored(run, run.fleeting.version, changed)
+                return False
+            last = self._keep_restored(run, run.fleeting)
         if not changed and run.lower.closing(run):
             last = self._save(run, run.state_step, Level.DURABLE)
         if last is not None:
@@ -787,26 +795,28 @@ class Checkpointer:
             remedy = "report a step behind the last optimizer step, and close before other weights are loaded"
             why = f"{changed} after it was reported; {remedy}" if changed else given_up
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
+        return True
 
-    def _keep_restored(self, run: Run, restored: Fleeting, changed: str) -> SaveHandle:
-        """No step was made since a restore from memory, which ends with the job: what was restored becomes durable.
-
-        Raises:
-            LevelNotReached: it is not here any more.
-        """
-        step = restored.version.step
-        if changed:
-            try:  # the others need not wait for it
-                run.link.require().abandon(run.job.version(step), changed)
-            except KeeperLost:
-                run.link.unannounced.add(run.job.version(step))
-            raise LevelNotReached(
-                f"{restored.version} was restored from memory and is in no storage, and {changed} since",
-                remedy="start again within minutes: memory still holds it; report the steps that are made, or close without any",
-            )
-        run.at(step)
+    def _keep_restored(self, run: Run, restored: Fleeting) -> SaveHandle:
+        """No step was made since a restore from memory, which ends with the job: what was restored becomes durable."""
+        run.at(restored.version.step)
         with restored.around(run.state):
-            return self._save(run, step, Level.DURABLE)
+            return self._save(run, restored.version.step, Level.DURABLE)
+
+    def _leave_restored(self, run: Run, restored: Version, changed: str) -> None:
+        """Steps were made since a restore from memory, and none was reported: no fault of a script that is at its end."""
+        version = run.job.version(restored.step)
+        try:  # the others need not wait for it
+            run.link.require().abandon(version, changed)
+        except KeeperLost:
+            run.link.unannounced.add(version)
+        logger.error(
+            "%s was restored from memory and is in no storage, and %s since, which was not reported. Memory holds it for %g s: "
+            "start again within that time to have it in storage, and report each step that is made",
+            restored,
+            changed,
+            self._config.linger_s,
+        )
 
     def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
         self._closed = True

@@ -64,7 +64,9 @@ class Owner:
 class Collector:
     """One look at the state."""
 
-    def __init__(self, layouts: Layouts, late: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, layouts: Layouts, late: frozenset[int] = frozenset(), still: dict[str, bool] | None = None
+    ) -> None:
         self.layouts = layouts
         self.tensors: dict[str, LiveTensor] = {}
         self.values: dict[Group, dict[str, Any]] = {}
@@ -73,6 +75,7 @@ class Collector:
         self.orders: dict[str, list[int]] = {}
         self.kept_back: dict[int, str] = {}  # parameters that their model does not hand out
         self._late = late
+        self._still: dict[str, bool] = {} if still is None else still
         self.tied: dict[str, str] = {}  # other names of memory that is kept under its first
         self._by_memory: dict[tuple[Any, ...], str] = {}
 
@@ -83,11 +86,20 @@ class Collector:
         *,
         group: Group | None = None,
         late: bool = False,
+        still: bool = False,
         piece: Piece | None = None,
     ) -> TensorRef | None:
         """Adds a tensor that stays the same object from save to save.
 
         Memory that is listed twice (tied weights) is kept once, under its first name.
+
+        Args:
+            name: what it is called.
+            tensor: the tensor.
+            group: the ranks known to hold it alike.
+            late: an optimizer owns it.
+            still: it may stay as it is for many versions, as far as every rank that holds it can tell by itself.
+            piece: which part of a parameter that something else than a DTensor cuts.
 
         Returns:
             The entry that holds it; None where this rank holds nothing of it.
@@ -104,7 +116,7 @@ class Collector:
         first = self._by_memory.setdefault(memory, live.shard.name)
         self.owners.setdefault(id(tensor), replace(owner, entry=first))
         if first == live.shard.name:
-            self._add(live)
+            self._add(live, still=still)
         else:
             self.tied[live.shard.name] = first
         return TensorRef(first)
@@ -133,6 +145,7 @@ class Collector:
         group: Group | None = None,
         holders: Callable[[str], Group | None] | None = None,
         known: Mapping[int, TensorRef] | None = None,
+        still: bool = False,
     ) -> None:
         """Adds a value that is made anew at every save, with the tensors in it.
 
@@ -142,6 +155,7 @@ class Collector:
             group: the ranks known to hold all of it alike.
             holders: the same for single tensors in it, by name.
             known: by id, tensors that are entries already.
+            still: as for `persistent`, of all tensors in it.
         """
 
         def emit(name: str, tensor: torch.Tensor) -> TensorRef | None:
@@ -153,7 +167,7 @@ class Collector:
             live = self.layouts.live(name, tensor, group=ranks)
             if live is None:
                 return None
-            self._add(live)
+            self._add(live, still=still)
             if not live.local.is_contiguous():
                 self.note_order(name, live.local)
             return TensorRef(live.shard.name)
@@ -170,10 +184,12 @@ class Collector:
         entry, ranks = self.layouts.resolve(path, group)
         self.values.setdefault(ranks, {})[entry] = tree
 
-    def _add(self, live: LiveTensor) -> None:
-        if live.shard.name in self.tensors:
-            raise twice(live.shard.name)
-        self.tensors[live.shard.name] = live
+    def _add(self, live: LiveTensor, *, still: bool) -> None:
+        name = live.shard.name
+        if name in self.tensors:
+            raise twice(name)
+        # For good: a script that freezes and thaws by turns would have the job planned anew with every save.
+        self.tensors[name] = replace(live, still=True) if self._still.setdefault(name, still) else live
 
 
 def twice(name: str) -> UsageError:

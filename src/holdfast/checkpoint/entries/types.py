@@ -58,11 +58,14 @@ class LiveTensor:
         shard: what it is and who else holds it.
         local: this rank's part, detached, sharing memory with the live tensor; any device, any strides.
         late: an optimizer owns it: a parameter it steps or a tensor of its state. Only its step changes the bytes.
+        still: it may stay as it is for many versions: frozen, a buffer, an average. Nothing is taken for granted of it: it only lies
+            in bundles of its own. The same on all ranks that hold it, and for good from the first look on.
     """
 
     shard: Shard
     local: torch.Tensor
     late: bool
+    still: bool = False
 
 
 @dataclass(frozen=True, slots=True)

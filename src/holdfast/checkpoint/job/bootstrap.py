@@ -23,6 +23,7 @@ from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.job.wait_for_storage import WaitLimit
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
+from holdfast.core.layout import parity_groups
 from holdfast.core.model import Topology, Version
 from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER
 from holdfast.core.scheduling.cadence import Cadence
@@ -213,7 +214,8 @@ def _meet(group: Ranks, root: str, config: Config) -> Topology:
     """Return who runs where."""
     place = place_of(root, config)
     rows = collectives.gather_json(
-        group, [absolute_root(root), config.run_id, place.node, config.rack_label, config.backup_node]
+        group,
+        [absolute_root(root), config.run_id, place.node, config.rack_label, config.backup_node, config.redundancy],
     )
     different = sorted({(row[0], row[1]) for row in rows})
     if len(different) > 1:
@@ -221,15 +223,23 @@ def _meet(group: Ranks, root: str, config: Config) -> Topology:
             f"the ranks name different jobs: {' and '.join(f'{path} (run {run})' for path, run in different)}",
             remedy="give every rank the same path and run id",
         )
+    if len(ways := sorted({row[5] for row in rows})) > 1:
+        raise UsageError(
+            f"the ranks name different redundancy: {' and '.join(ways)}", remedy="give every rank the same"
+        )
     nodes = tuple(dict.fromkeys(row[2] for row in rows))
     firsts = [next(row for row in rows if row[2] == node) for node in nodes]
     racks = tuple(row[3] for row in firsts)
-    return Topology(
+    topology = Topology(
         nodes,
         tuple(nodes.index(row[2]) for row in rows),
         racks if any(racks) else (),
         _named_backups(nodes, [row[4] for row in firsts]),
+        config.redundancy,
     )
+    if group.rank == 0 and (said := parity_groups.in_words(topology)):
+        logger.warning("%s", said)
+    return topology
 
 
 def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.collectives import Ranks
+from holdfast.core.layout import parity_groups
 from holdfast.core.layout.bundles import single_node
 from holdfast.core.model import Shard, Topology
 
@@ -53,10 +54,15 @@ def _say(topology: Topology, node: int, count: int, what: str) -> None:
         # So it is on every single machine; nobody has to be warned of that each time.
         logger.info("all state lives on node %s: if it is lost, storage is what is left", label)
         return
+    way = "a replica on another node, as far as that was made, else from storage"
+    if parity_groups.is_unprotected(topology):
+        way = "storage, as redundancy is none"
+    elif not parity_groups.keeps_replicas(topology):
+        way = "parity on the other nodes of its group, as far as that was made, else from storage"
     logger.warning(
-        "no twin on another node: %d slices (%s) live on node %s only; if it dies they come back from a replica on "
-        "another node, as far as that was made, else from storage",
+        "no twin on another node: %d slices (%s) live on node %s only; if it dies they come back from %s",
         count,
         what,
         label,
+        way,
     )

@@ -37,6 +37,7 @@ from holdfast.checkpoint.restore import version_vote
 from holdfast.checkpoint.restore.fetcher import Fault, Holder
 from holdfast.checkpoint.restore.version_vote import Exclusions, Findings, Verdict
 from holdfast.core.model import Version
+from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Choice, ChoiceDeferred, Copy, Facts, Quarantine
 from holdfast.tiers.storage.version_store import Storage
 
@@ -168,7 +169,7 @@ class Decisions:
             if mine:  # what was read stays in memory, and must not be found there
                 self._tell_keeper(copy, self._job.topology.node_of[rank], why)
             return
-        place = "storage" if node is None else self._job.topology.nodes[node]
+        place = version_choice.place(node, self._job.topology.nodes)
         self.refused.append(f"{version} bundle {bundle_id} from {place} (rank {rank}): {why}")
         quarantine = self._out.quarantine
         self._out = replace(self._out, quarantine=replace(quarantine, copies=quarantine.copies | {copy}))

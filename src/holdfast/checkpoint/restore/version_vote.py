@@ -208,6 +208,7 @@ def _facts(findings: Findings, job: Job, out: Exclusions) -> Facts:
     return Facts(
         inventory.copies, dict(inventory.tables), findings.stored, job.lineage, job.topology,
         frozenset(version for version, _ in inventory.suspects), out.quarantine, Unreachable(unread, _texts(out.away), silent),
+        parity=inventory.parity,
     )  # fmt: skip
 
 

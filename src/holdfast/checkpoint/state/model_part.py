@@ -22,6 +22,7 @@ from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.checkpoint.entries import fsdp1
@@ -73,6 +74,7 @@ class ModelPart:
         state = _handed_out(self.name, self.module) if pieces is None else fsdp1.state_of(self.module)
         owned = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
         handed = set(map(id, state.values()))
+        averaged = isinstance(self.module, AveragedModel)
         out.kept_back.update(
             (id(p), f"{self.name}.{n}") for n, p in self.module.named_parameters() if id(p) not in handed
         )
@@ -92,7 +94,9 @@ class ModelPart:
                 if out.layouts.excludes(name):
                     self._excluded.append((out.left_out(name, value, group=group, piece=piece), value))
                     continue
-                ref = out.persistent(name, value, group=group, piece=piece)
+                # Not by who owns it: twins must agree, and an optimizer may own other parameters on every rank.
+                still = averaged or not value.requires_grad
+                ref = out.persistent(name, value, group=group, still=still, piece=piece)
                 if ref is None:
                     continue
                 self._persistent.append((out.tensors[ref.name], value))

@@ -72,7 +72,8 @@ class StatefulPart:
 
     def report(self, out: Collector) -> None:
         """Asks the object for its state."""
-        out.transient(self.name, self._object.state_dict(), holders=getattr(self._object, HOLDERS, None))
+        holders = getattr(self._object, HOLDERS, None)
+        out.transient(self.name, self._object.state_dict(), holders=holders, still=True)
 
     def plan(self, loading: Loading) -> None:
         """Claims the saved state, with memory of its own for every tensor in it; of all ranks if the object can do that.
@@ -125,7 +126,7 @@ class DictPart:
         self._look()
         self._persistent, self._refs = [], {}
         for name, tensor in self._seen.items():
-            ref = self._refs[name] = out.persistent(name, tensor)
+            ref = self._refs[name] = out.persistent(name, tensor, still=not tensor.requires_grad)
             if ref is not None:
                 self._persistent.append((out.tensors[ref.name], tensor))
 

@@ -106,6 +106,7 @@ class State:
         self._order = InfoPart(MEMORY_ORDER)
         self.carried = CarriedPart(_CARRIED)
         self._parts += [self.info, self.excluded, self._order, self.carried, StatefulPart(_RNG, ProcessRandomness())]
+        self._still: dict[str, bool] = {}  # by entry name, as of the first look
         self._persistent = Collector(self._layouts)
         self._overlooked = UnsavedStateCheck(self._in_no_version)
         self._watch: Tensors | None = None
@@ -163,7 +164,7 @@ class State:
             each.ask()
         if not self._unchanged():
             self._build()
-        transient = Collector(self._layouts)
+        transient = Collector(self._layouts, still=self._still)
         for part in self._parts:
             part.report(transient)
         self._add_orders(transient)
@@ -192,7 +193,7 @@ class State:
         if self._is_grown():
             self._glanced = self._sizes()
             return self.gather()
-        transient = Collector(self._layouts)
+        transient = Collector(self._layouts, still=self._still)
         for part in self._parts:
             part.report(transient)
         self._add_orders(transient)
@@ -380,7 +381,7 @@ class State:
     def _build(self) -> None:
         self._watch = None
         owned = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
-        self._persistent = Collector(self._layouts, late=frozenset(map(id, owned)))
+        self._persistent = Collector(self._layouts, late=frozenset(map(id, owned)), still=self._still)
         for part in self._parts:
             part.build(self._persistent)
         self._watch = Tensors(self._persistent.sources if self._layouts.allocated else ())

@@ -3,6 +3,9 @@
 Pure and local: every rank computes the same answer for its own groups from its own shards, because all members of a
 redundancy group hold the same shards of it. No collective, no knowledge of other groups, no dependence on the world
 size. Called at the first save and whenever the state's structure changes; never per save.
+
+Tensors that may stay as they are for many versions (`still`) lie in bundles of their own, apart from what optimizers change
+and from the values: the image of such a bundle is then the same bytes from version to version, and is stored and sent once.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from holdfast.core.layout import replica_placement
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
@@ -23,6 +26,10 @@ MIN_SHARE_BYTES = 4 << 20
 MIN_EVEN_BYTES = 512 << 10
 # A tensor smaller than this is never cut in two: the header entry would cost more than the balance gains.
 MIN_CUT_BYTES = 256 << 10
+# Still tensors of one object of a group get bundles of their own from so many bytes on. A small tensor is not counted: the
+# statistics of a normalisation layer change with every step, and would change the image of the frozen weights beside them.
+MIN_STILL_BYTES = 1 << 20
+MIN_STILL_TENSOR_BYTES = 16 << 10
 
 
 def group_shards(shards: Iterable[Shard]) -> dict[tuple[int, ...], list[Shard]]:
@@ -31,6 +38,37 @@ def group_shards(shards: Iterable[Shard]) -> dict[tuple[int, ...], list[Shard]]:
     for shard in shards:
         groups[shard.ranks].append(shard)
     return {ranks: sorted(members, key=lambda s: s.name) for ranks, members in sorted(groups.items())}
+
+
+def kinds(members: Sequence[Shard], still: Container[str]) -> dict[str, list[Shard]]:
+    """The shards of one group apart: what changes under the empty name, still ones by a short name of the object they are of.
+
+    Objects are kept apart because they change apart: an average that moves must not drag along a frozen model.
+
+    Args:
+        members: in the order in which they are cut.
+        still: names of tensors that may stay as they are.
+    """
+    apart: dict[str, list[Shard]] = defaultdict(list)
+    for shard in members:
+        if shard.num_bytes >= MIN_STILL_TENSOR_BYTES and shard.name in still:
+            apart[_object_name(shard.name)].append(shard)
+    enough = {kind for kind, found in apart.items() if sum(shard.num_bytes for shard in found) >= MIN_STILL_BYTES}
+    names = {shard.name for kind in enough for shard in apart[kind]}
+    changing = [shard for shard in members if shard.name not in names] if names else list(members)
+    return {"": changing} | {kind: apart[kind] for kind in sorted(enough)}
+
+
+def _object_name(name: str) -> str:
+    """Return a short name, safe in file names, of the object that an entry is of; it depends on nothing else."""
+    owner = name.rpartition("/")[2].partition(".")[0]
+    return "s" + hashlib.blake2b(owner.encode(), digest_size=3).hexdigest()
+
+
+def kind_of(bundle_id: str) -> str:
+    """Return the kind, as in `kinds`, that the bundle of this id is of."""
+    parts = bundle_id.split("-")
+    return parts[2] if len(parts) == 4 else ""
 
 
 def num_shares(ranks: Sequence[int], num_bytes: int, topology: Topology) -> int:
@@ -91,7 +129,11 @@ def _group_name(ranks: Sequence[int]) -> str:
 
 
 def plan_bundles(
-    shards: Iterable[Shard], *, values_of: Iterable[tuple[int, ...]], topology: Topology
+    shards: Iterable[Shard],
+    *,
+    values_of: Iterable[tuple[int, ...]],
+    topology: Topology,
+    still: Container[str] = (),
 ) -> tuple[Bundle, ...]:
     """All bundles of the groups that these shards and values belong to.
 
@@ -99,6 +141,7 @@ def plan_bundles(
         shards: every shard of one rank.
         values_of: the redundancy groups that carry non-tensor values.
         topology: who runs where.
+        still: names of tensors that may stay as they are for many versions. Twins MUST name the same.
     """
     with_values = set(values_of)
     groups = group_shards(shards)
@@ -106,11 +149,13 @@ def plan_bundles(
         groups[ranks] = []
     bundles: list[Bundle] = []
     for ranks, members in groups.items():
-        count, name = num_shares(ranks, sum(s.num_bytes for s in members), topology), _group_name(ranks)
-        for index, pieces in enumerate(cut(members, count)):
-            values = index == 0 and ranks in with_values
-            if pieces or values:  # one tensor that cannot be cut fills one share and leaves the others empty
-                bundles.append(Bundle(f"{name}-{index}", ranks, index, count, pieces, values))
+        for kind, alike in kinds(members, still).items():
+            count = num_shares(ranks, sum(s.num_bytes for s in alike), topology)
+            name = "-".join(filter(None, (_group_name(ranks), kind)))
+            for index, pieces in enumerate(cut(alike, count)):
+                values = index == 0 and not kind and ranks in with_values
+                if pieces or values:  # one tensor that cannot be cut fills one share and leaves the others empty
+                    bundles.append(Bundle(f"{name}-{index}", ranks, index, count, pieces, values))
     return tuple(bundles)
 
 

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.core.layout import parity_groups
 from holdfast.core.model import BundleRef, Topology
 
 # Loads that differ from their mean by no more than this are equal.
@@ -28,8 +29,8 @@ Shares = tuple[tuple[int, int], ...]
 
 
 def place(refs: Iterable[BundleRef], topology: Topology) -> dict[str, int]:
-    """The backup node of every bundle that lives in one node only, by bundle id; empty in a job of one node."""
-    if len(topology.nodes) < 2:
+    """The backup node of every bundle that lives in one node only, by bundle id; empty in a job that keeps no replicas."""
+    if not parity_groups.keeps_replicas(topology):
         return {}
     homes = ((ref, only_home(ref, topology)) for ref in refs)
     return _dealt(((ref, home) for ref, home in homes if home is not None), topology)
@@ -46,7 +47,7 @@ def place_again(refs: Sequence[BundleRef], holders: Mapping[str, int], topology:
         holders: by bundle id, the only node that has a copy.
         topology: who runs where.
     """
-    if len(topology.nodes) < 2:
+    if not parity_groups.keeps_replicas(topology):
         return {}
     placed = place(refs, topology)
     found = {name: placed[name] for name, holder in holders.items() if placed.get(name, holder) != holder}

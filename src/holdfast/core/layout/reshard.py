@@ -13,12 +13,12 @@ and `cli.stored.merge`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
-from holdfast.core.layout.bundles import cut, fingerprint, group_shards
+from holdfast.core.layout.bundles import cut, fingerprint, group_shards, kind_of, kinds
 from holdfast.core.model import Bundle, BundleRef, Extent, Shard
 
 # Runs (first, end) of chunks, ascending and apart.
@@ -33,23 +33,37 @@ class Part:
     box: Extent
 
 
-def is_layout(refs: Iterable[BundleRef], shards: Iterable[Shard]) -> bool:
+def is_layout(refs: Iterable[BundleRef], shards: Iterable[Shard], still: Container[str] = ()) -> bool:
     """Return whether a rank that holds `shards` would save exactly these bundles, cut as they were: then each is wanted
     whole.
 
     Args:
         refs: the saved bundles whose group contains the rank.
         shards: all that the rank holds now.
+        still: names of those that may lie apart; see `bundles.kinds`.
     """
     groups = group_shards(shards)
-    saved: dict[tuple[int, ...], dict[int, BundleRef]] = defaultdict(dict)
+    saved: dict[tuple[int, ...], dict[str, dict[int, BundleRef]]] = defaultdict(lambda: defaultdict(dict))
     for one in refs:
-        saved[one.ranks][one.index] = one
+        saved[one.ranks][kind_of(one.bundle_id)][one.index] = one
     if not groups.keys() <= saved.keys():
         return False
-    for ranks, shares in saved.items():
+    return all(_is_cut_so(ranks, groups.get(ranks, ()), found, still) for ranks, found in saved.items())
+
+
+def _is_cut_so(
+    ranks: tuple[int, ...],
+    members: Sequence[Shard],
+    saved: Mapping[str, Mapping[int, BundleRef]],
+    still: Container[str],
+) -> bool:
+    """Return whether the shards of one group give the saved bundles, by kind and index; older releases knew one kind."""
+    alike = kinds(members, still if saved.keys() - {""} else ())
+    if not saved.keys() <= alike.keys() or any(found for kind, found in alike.items() if kind not in saved):
+        return False
+    for kind, shares in saved.items():
         count = next(iter(shares.values())).count
-        for index, pieces in enumerate(cut(groups.get(ranks, ()), count)):
+        for index, pieces in enumerate(cut(alike[kind], count)):
             ref = shares.get(index)
             if ref is None and not pieces:
                 continue  # a share that would be empty

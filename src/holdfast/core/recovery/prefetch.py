@@ -32,7 +32,7 @@ def to_preload(choice: Choice, node: int, facts: Facts) -> Decision[tuple[Fetch,
     for rank in facts.topology.ranks_on(node):
         for fetch in version_choice.fetches(choice, rank, facts):
             reads = fetch.source is Source.STORAGE and fetch.via is None
-            if reads or fetch.source is Source.PEER:
+            if reads or fetch.source in (Source.PEER, Source.PARITY):
                 found[fetch.ref.bundle_id] = fetch
     return Decision(tuple(found[name] for name in sorted(found)), f"{choice.version} is what a restore would choose")
 

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from holdfast.core.layout.parity_stripes import PieceCopy
 from holdfast.core.model import BundleRef, Decision, Seal, Topology, Version
 from holdfast.core.rank_runs import count_in
+from holdfast.core.recovery import parity_choice
 from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER, upstreams
 from holdfast.core.versions.lineage import Lineage
 
-# One copy: of a bundle of a version, on a node (None: in storage).
+# One copy: of a bundle of a version, on a node (None: in storage; REBUILT: on none, it is made of parity).
 Copy: TypeAlias = tuple[Version, str, int | None]
 
 
@@ -29,7 +31,8 @@ class Source(enum.IntEnum):
     NODE = 1  # another slot on the rank's node
     PRELOADED = 2  # what the rank's keeper fetched while the trainers started
     PEER = 3  # a keeper on another node
-    STORAGE = 4  # the durable checkpoint
+    PARITY = 4  # made of what keepers on other nodes hold: their parity and their images
+    STORAGE = 5  # the durable checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class Facts:
         suspects: versions whose twins differ.
         unreachable: what may be there besides.
         ranks_per_reader: see `core.recovery.broadcast_tree`.
+        parity: every piece of parity of every reachable keeper.
     """
 
     memory: Sequence[MemoryCopy]
@@ -103,6 +107,7 @@ class Facts:
     quarantine: Quarantine = field(default_factory=Quarantine)
     unreachable: Unreachable = field(default_factory=Unreachable)
     ranks_per_reader: int = RANKS_PER_READER
+    parity: Sequence[PieceCopy] = ()
 
     def is_out(self, copy: Copy) -> bool:
         """Return whether a copy is not used now."""
@@ -120,6 +125,8 @@ class Choice:
         in_storage: whether the durable checkpoint may serve as a source.
         world_size: number of ranks that saved it.
         files: of the durable checkpoint, the name of every bundle's file.
+        rebuilt: of bundles that no memory holds and parity can make: by member of the group, the node to ask; -1 for the
+            one that is lost.
     """
 
     version: Version
@@ -129,6 +136,7 @@ class Choice:
     in_storage: bool
     world_size: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
+    rebuilt: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +160,11 @@ class Fetch:
     """One bundle for one rank: which copy, from which kind of place.
 
     Attributes:
-        node: whose memory; None for storage.
+        node: whose memory; None for storage; REBUILT for parity.
         chunks: runs (first, end) of checksum chunks that are needed, ascending and apart; None is the whole image.
         via: of storage: the node that hands the bytes on as it gets them; None is reading storage oneself.
         file: the name of the bundle's file in storage, wherever these bytes come from; empty: it has none.
+        parity: of parity: the nodes to ask, as in `Choice.rebuilt`.
     """
 
     ref: BundleRef
@@ -165,6 +174,7 @@ class Fetch:
     chunks: tuple[tuple[int, int], ...] | None = None
     via: int | None = None
     file: str = ""
+    parity: tuple[int, ...] = ()
 
     @property
     def is_straight(self) -> bool:
@@ -240,10 +250,16 @@ def way(fetch: Fetch, nodes: Sequence[str]) -> str:
     return _WAYS[fetch.source]
 
 
+def place(node: int | None, nodes: Sequence[str]) -> str:
+    """Return the name of the place of a copy."""
+    return "storage" if node is None else "parity" if node == parity_choice.REBUILT else nodes[node]
+
+
 _WAYS = {
     Source.SLOT: "from the rank's own slot",
     Source.NODE: "from another slot of this node",
     Source.PRELOADED: "from the keeper of this node, which fetched them while the trainers started",
+    Source.PARITY: "from parity on other nodes, as no node holds them any more",
     Source.STORAGE: "from storage, as no memory holds them and this node reads them for the others",
 }
 
@@ -280,6 +296,8 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> J
     """Return whether every bundle has a copy that is not out, all with one seal per bundle."""
     stored = facts.stored.get(version)
     found = _copies_by_bundle(version, facts)
+    made, unmade = _made_of_parity(version, found, facts)
+    rebuilt: dict[str, tuple[int, ...]] = {}
     seals: dict[str, Seal] = {}
     holders: dict[str, tuple[MemoryCopy, ...]] = {}
     away = ""
@@ -289,24 +307,43 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> J
         digests = {copy.seal.digest for copy in copies}
         if durable is None and len(digests) > 1:
             return Decision(None, f"copies of bundle {ref.bundle_id} differ")
-        seal = durable or (copies[0].seal if copies else None)
+        way = None if copies else made.get(ref.bundle_id)
+        seal = durable or (copies[0].seal if copies else way.seal if way else None)
         agreeing = tuple(copy for copy in copies if seal and copy.seal.digest == seal.digest)
-        if seal is None or (not agreeing and (durable is None or facts.is_out((version, ref.bundle_id, None)))):
+        if way is not None and seal is not None and way.seal.digest == seal.digest:
+            rebuilt[ref.bundle_id] = way.nodes
+        elif seal is None or (not agreeing and (durable is None or facts.is_out((version, ref.bundle_id, None)))):
             # There may be a copy later; but if another bundle has none for good, nobody need wait.
             reasons = [why for copy, why in facts.unreachable.copies.items() if copy[:2] == (version, ref.bundle_id)]
             if not reasons:
-                return Decision(None, f"no usable copy of bundle {ref.bundle_id} (ranks {_short(ref.ranks)})")
+                why = f": {unmade[ref.bundle_id]}" if ref.bundle_id in unmade else ""
+                return Decision(None, f"no usable copy of bundle {ref.bundle_id} (ranks {_short(ref.ranks)}){why}")
             away = away or f"bundle {ref.bundle_id}: {' and '.join(dict.fromkeys(reasons))}"
             continue
         seals[ref.bundle_id], holders[ref.bundle_id] = seal, agreeing
     if away:
         return _awaited(version, away, "", durable=stored is not None)
-    where = "memory" if all(holders.values()) else "memory and storage" if any(holders.values()) else "storage"
+    in_memory = [bool(held) or name in rebuilt for name, held in holders.items()]
+    where = "memory" if all(in_memory) else "memory and storage" if any(in_memory) else "storage"
+    if rebuilt:
+        where += f", {len(rebuilt)} bundles of it by parity"
     world_size = stored.world_size if stored else 1 + max(ref.runs[-1][1] for ref in table)
     files = stored.files if stored else {}
     return Decision(
-        Choice(version, table, seals, holders, stored is not None, world_size, files), f"complete in {where}"
+        Choice(version, table, seals, holders, stored is not None, world_size, files, rebuilt), f"complete in {where}"
     )
+
+
+def _made_of_parity(
+    version: Version, found: Mapping[str, Sequence[MemoryCopy]], facts: Facts
+) -> tuple[Mapping[str, parity_choice.Rebuilt], Mapping[str, str]]:
+    """Return how bundles can be made of parity; those of which that failed are left out."""
+    if not facts.parity:
+        return {}, {}
+    held = {(copy.node, name, copy.seal.digest) for name, copies in found.items() for copy in copies}
+    made, unmade = parity_choice.rebuildable(version, facts.parity, held)
+    out = parity_choice.REBUILT
+    return {name: way for name, way in made.items() if not facts.is_out((version, name, out))}, unmade
 
 
 def _copies_by_bundle(version: Version, facts: Facts) -> dict[str, list[MemoryCopy]]:
@@ -329,10 +366,14 @@ def cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
         else:
             # Readers spread over the holders, so that no node serves everybody.
             options.append((Source.PEER, (copy.node - home) % len(facts.topology.nodes), copy.node))
+    parity = choice.rebuilt.get(ref.bundle_id, ())
+    if parity and not facts.is_out((choice.version, ref.bundle_id, parity_choice.REBUILT)):
+        options.append((Source.PARITY, 0, parity_choice.REBUILT))
     if choice.in_storage and not facts.is_out((choice.version, ref.bundle_id, None)):
         options.append((Source.STORAGE, 0, None))
     source, _, node = min(options, key=lambda option: option[:2])
-    return Fetch(ref, seal, source, node, file=choice.files.get(ref.bundle_id, ""))
+    file = choice.files.get(ref.bundle_id, "")
+    return Fetch(ref, seal, source, node, file=file, parity=parity if source is Source.PARITY else ())
 
 
 def _short(ranks: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.core.layout import bundles
 from holdfast.core.model import BundleRef, RankLayout, Topology
@@ -21,6 +21,7 @@ class Table:
 
     Attributes:
         single_node: of those that live in one node only, which one.
+        alone_on: the same by node.
         homes: the nodes of the ranks that hold each.
         parts: who writes them.
         flaw: why no version under this layout can be complete; empty if it can.
@@ -32,6 +33,7 @@ class Table:
     homes: Mapping[str, frozenset[int]]
     parts: tuple[writer_failover.Part, ...]
     flaw: str
+    alone_on: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 def new_table(table: Mapping[str, BundleRef], topology: Topology, flaw: str = "") -> Table:
@@ -43,7 +45,11 @@ def new_table(table: Mapping[str, BundleRef], topology: Topology, flaw: str = ""
             of_group[ref.runs] = frozenset(topology.node_of[rank] for rank in ref.ranks)
     homes = {ref.bundle_id: of_group[ref.runs] for ref in refs}
     single_node = {bundle_id: min(nodes) for bundle_id, nodes in homes.items() if len(nodes) == 1}
-    return Table(refs, frozenset(table), single_node, homes, writer_failover.parts(refs, topology), flaw)
+    alone_on: dict[int, list[str]] = {}
+    for bundle_id, node in single_node.items():
+        alone_on.setdefault(node, []).append(bundle_id)
+    parts, alone = writer_failover.parts(refs, topology), {node: tuple(names) for node, names in alone_on.items()}
+    return Table(refs, frozenset(table), single_node, homes, parts, flaw, alone)
 
 
 def disagreement(table: Mapping[str, BundleRef], layouts: Mapping[int, RankLayout]) -> str:

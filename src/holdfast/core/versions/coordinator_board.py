@@ -20,7 +20,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from holdfast.core.layout import bundles
+from holdfast.core.layout import bundles, parity_groups
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.versions import twin_vote
 from holdfast.core.versions.bundle_table import Table, disagreement, new_table
@@ -178,6 +178,7 @@ class Board:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
+        self._parity = parity_groups.by_node(topology)
         self._layouts: dict[tuple[int, str], RankLayout] = {}
         self._lists: dict[tuple[BundleRef, ...], tuple[BundleRef, ...]] = {}  # one list for all twins
         self._entries: dict[Version, _Entry] = {}
@@ -262,11 +263,12 @@ class Board:
         return actions
 
     def replicated(self, version: Version, node: int, bundle_ids: Iterable[str]) -> list[Action]:
-        """A node holds verified replicas of these bundles."""
+        """A node holds verified replicas of these bundles, or its parity of the version (`parity_groups.STANDS`)."""
         entry = self._entry(version)
         for bundle_id in bundle_ids:
             entry.replicas.setdefault(bundle_id, set()).add(node)
-            self._count_copy(entry, bundle_id)
+            for counted in self._made_safe(entry, node) if bundle_id == parity_groups.STANDS else (bundle_id,):
+                self._count_copy(entry, counted)
         return self._try_replicated(version, entry)
 
     def dropped(self, node: int, version: Version) -> list[Action]:
@@ -467,13 +469,32 @@ class Board:
         return self._named[key]
 
     def _count_copy(self, entry: _Entry, bundle_id: str) -> None:
-        """A bundle that lives in one node is safe as soon as another node holds a replica."""
-        if bundle_id in entry.under_replicated and len(self._holders(entry, bundle_id)) > 1:
+        """A bundle that lives in one node is safe as soon as another node holds a replica, or its group's parity stands."""
+        if bundle_id in entry.under_replicated and self._is_safe(entry, bundle_id):
             entry.under_replicated.discard(bundle_id)
 
     def _under_replicated(self, entry: _Entry) -> set[str]:
-        """All bundles that are in fewer than two nodes."""
-        return {name for name in self._tables[entry.layout].ids if len(self._holders(entry, name)) < 2}
+        """All bundles that are in fewer than two nodes, and of no parity that stands."""
+        return {name for name in self._tables[entry.layout].ids if not self._is_safe(entry, name)}
+
+    def _is_safe(self, entry: _Entry, bundle_id: str) -> bool:
+        return len(self._holders(entry, bundle_id)) > 1 or self._has_parity(entry, bundle_id)
+
+    def _has_parity(self, entry: _Entry, bundle_id: str) -> bool:
+        """Return whether any one node of the group may go: the others then need all their own copies and parity."""
+        return self._stands(entry, self._parity.get(self._tables[entry.layout].single_node.get(bundle_id, -1), ()))
+
+    def _stands(self, entry: _Entry, group: tuple[int, ...]) -> bool:
+        """Return whether all members of a group have their parity, and have their copies still."""
+        stands = entry.replicas.get(parity_groups.STANDS)
+        return bool(stands and group) and (stands or set()).difference(entry.dropped).issuperset(group)
+
+    def _made_safe(self, entry: _Entry, node: int) -> list[str]:
+        """Return the bundles of one node only that the parity of `node`, the last of its group, makes safe."""
+        group, table = self._parity.get(node, ()), self._tables.get(entry.layout)
+        if table is None or not self._stands(entry, group):
+            return []
+        return [name for member in group for name in table.alone_on.get(member, ())]
 
     def _holders(self, entry: _Entry, bundle_id: str) -> frozenset[int]:
         homes = self._tables[entry.layout].homes[bundle_id]
@@ -486,7 +507,8 @@ class Board:
             return []  # its slots may be overwritten since the newer one is safe
         entry.reached.add(Level.REPLICATED)
         self._safest = version
-        return [Announcement(Kind.REPLICATED, version, "every bundle is sealed in at least two nodes")]
+        ways = "or has parity" if self._parity else ""
+        return [Announcement(Kind.REPLICATED, version, f"every bundle is sealed in at least two nodes {ways}".rstrip())]
 
     def _try_commit(self, version: Version, entry: _Entry) -> list[Action]:
         ready = Level.CAPTURED in entry.reached and Level.DURABLE not in entry.reached and not entry.commit_ordered

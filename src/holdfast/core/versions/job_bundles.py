@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from holdfast.core.layout import bundles, replica_placement
+from holdfast.core.layout import bundles, parity_groups, replica_placement
 from holdfast.core.model import BundleRef, Topology
 from holdfast.core.versions import coordinator_board, writer_failover
 
@@ -38,6 +38,17 @@ class JobBundles:
         homes = ((ref, self.topology.node_of[ref.ranks[0]]) for ref in kept)
         plan = ((home, bundles.capturer(ref, home, self.topology), ref) for ref, home in homes)
         return tuple((home, rank, ref) for home, rank, ref in plan if rank is not None)
+
+    @cached_property
+    def group(self) -> tuple[int, ...]:
+        """Return the nodes that keep parity of each other, this one among them; none where it keeps none."""
+        return parity_groups.by_node(self.topology).get(self.node, ())
+
+    @cached_property
+    def of_parity(self) -> tuple[tuple[str, ...], ...]:
+        """Return by member of the group the bundles that live in its node only; nothing if that is none of any."""
+        found = parity_groups.single_node_bundles(self.refs, self.group, self.topology)
+        return found if any(found) else ()
 
     @property
     def unique_bytes(self) -> int:

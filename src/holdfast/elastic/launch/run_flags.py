@@ -56,6 +56,10 @@ PASSED_ON = {
     "--listen": ("listen", "address of this machine for the keepers of other machines; needs --secret-file"),
     "--secret-file": ("secret_file", "the job's secret, the same on all machines: openssl rand -hex 32, mode 0600"),
     "--replicate-bandwidth": ("replicate_bandwidth", "bytes per second sent as replicas (500MB); default: no bound"),
+    "--redundancy": (
+        "redundancy",
+        "what survives a lost node in memory: replica (default), parity:K (over K nodes or more), none",
+    ),
     "--rack-label": ("rack_label", "where this node stands; replicas go to another rack"),
     "--backup-node": ("backup_node", "label of the node that keeps this one's replicas; default: holdfast chooses"),
     "--metrics-port": (

@@ -175,6 +175,8 @@ class _Places(OpenPlaces):
             return self._from_storage(version, fetch, first, view, progress)
         if fetch.source is Source.PEER and fetch.node is not None:
             return self._from_peer(version, fetch, first, view, progress)
+        if fetch.source is Source.PARITY:
+            return self.parity.read(version, fetch, first, view, progress)
         raise VersionNotFound(f"bundle {fetch.ref.bundle_id} of {version} is not on this node any more")
 
     def _from_storage(

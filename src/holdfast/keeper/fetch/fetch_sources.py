@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, VersionNotFound
 from holdfast.core.model import Seal, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
+from holdfast.keeper.fetch.parity_rebuild import ParityReader
 from holdfast.keeper.fetch.streaming_relay import IncomingBundle, IncomingBundles
 from holdfast.keeper.replication.image_transfer import PeerReader, require
 from holdfast.keeper.rpc.messages import Assembly
@@ -51,6 +52,9 @@ class OpenPlaces:
         state: of this node.
         lazy_storage: opened at first use.
         stopping: asked before each chunk.
+
+    Attributes:
+        parity: reads what only parity has.
     """
 
     def __init__(self, state: NodeState, lazy_storage: LazyStorage, stopping: Callable[[], bool]) -> None:
@@ -60,6 +64,7 @@ class OpenPlaces:
         self._lazy_storage = lazy_storage
         self._peers: dict[int, PeerReader] = {}
         self._stored: dict[str, BundleFile] = {}
+        self.parity = ParityReader(self.peer)
 
     def peer(self, node: int) -> PeerReader:
         """Return the connection to a node's keeper.
@@ -126,6 +131,9 @@ class Sources(OpenPlaces):
             if fetch.source is Source.PEER and fetch.node is not None:
                 with self._span("restore.peer", version, spot):
                     return self._from_peer(version, fetch, fetch.node, view)
+            if fetch.source is Source.PARITY:
+                with self._span("restore.parity", version, spot):
+                    return self.parity.read(version, fetch, 0, view, self.progress)
         finally:
             spot.seconds = time.perf_counter() - started
         raise VersionNotFound(f"bundle {fetch.ref.bundle_id} of {version} is not on this node any more")

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.base.errors import HoldfastError, KeeperLost
+from holdfast.core.layout.parity_stripes import PieceCopy
 from holdfast.core.model import BundleRef, Topology, Version
 from holdfast.core.recovery import prefetch, version_choice
 from holdfast.core.recovery.version_choice import Choice, Facts, Fetch, MemoryCopy, Stored
@@ -164,16 +165,18 @@ class Preloader:
     def _find(self, storage: Storage, assembly: Assembly, request: messages.Preload) -> Facts:
         """Return what a restore would be told now; what others have preloaded is theirs to read, as if they had not."""
         memory: tuple[MemoryCopy, ...] = ()
+        parity: tuple[PieceCopy, ...] = ()
         tables: dict[Version, tuple[BundleRef, ...]] = {}
         suspects: frozenset[Version] = frozenset()
         if request.addresses:
             found = self._survey(assembly, request.node)
             memory = tuple(copy for copy in found.copies if not copy.preloaded)
+            parity = found.parity
             tables, suspects = dict(found.tables), frozenset(version for version, _ in found.suspects)
         lineage = Lineage(storage.incarnations.lineage())
         return Facts(
             memory, tables, _newest(storage, lineage), lineage, assembly.topology, suspects,
-            ranks_per_reader=request.ranks_per_reader,
+            ranks_per_reader=request.ranks_per_reader, parity=parity,
         )  # fmt: skip
 
     def _fetch(self, sources: Sources, version: Version, batch: Sequence[Fetch]) -> None:

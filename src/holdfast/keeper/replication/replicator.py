@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +30,14 @@ from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
 from holdfast.core.recovery.version_choice import MemoryCopy
 from holdfast.core.versions.replication_lag import FIRST_PATIENCE_S
 from holdfast.core.versions.slot_guard import Knowledge, SlotState, SlotView, choose_slot
-from holdfast.keeper.replication.image_transfer import PeerReader, require
+from holdfast.keeper.replication import kept_images
+from holdfast.keeper.replication.image_transfer import PeerReader, count_lines, require
 from holdfast.keeper.rpc.messages import Assembly, Inventory
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.node_report import greeting
 from holdfast.keeper.slots.slot_pool import HeldSlot
+from holdfast.tiers.backends.parallel_streams import StreamCount
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
@@ -46,10 +49,10 @@ NUM_REPLICA_SLOTS = 2
 MAX_WATCHED = 64
 # How long a replica that stands is kept for other nodes that still pull theirs of the same version.
 GRACE_S = 1.0
-_PIN = "receiving"
+RECEIVING = "receiving"
 
 
-class _NotYet(KeeperLost):
+class NotYet(KeeperLost):
     """No replica slot may be overwritten yet. Not a fault: the pull is repeated."""
 
 
@@ -85,6 +88,7 @@ class Replicator:
         self._events = events
         self._survey = survey
         self._pullers: dict[int, Worker[_Pull]] = {}
+        self._lines: defaultdict[int, StreamCount] = defaultdict(count_lines)
         self._failed: dict[int, _Pull] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._filled: tuple[int, Version] | None = None
@@ -93,7 +97,7 @@ class Replicator:
         self._captured_s: dict[Version, float] = {}
         self._in_the_way: dict[Version, float] = {}
         self._last = (0, 0.0)
-        self._pulled_bytes = 0
+        self._pulled_bytes = self._kept_bytes = 0
         self._stopping = False
 
     def put(self, version: Version) -> None:
@@ -167,6 +171,7 @@ class Replicator:
         """Drops what waits, and what is to be pulled again: the job it is for is over. Under the state's lock."""
         self._failed, self._filled, self._unfilled = {}, None, None
         self._waiting.clear()
+        self._lines.clear()
         self._captured_s.clear()
         self._in_the_way.clear()
         self._filler.clear()
@@ -201,6 +206,7 @@ class Replicator:
                 "unique_bytes": bundles.unique_bytes if bundles else 0,
                 "kept_bytes": sum(ref.num_bytes for _, _, ref in bundles.to_replicate) if bundles else 0,
                 "pulled_bytes": self._pulled_bytes,
+                "unsent_bytes": self._kept_bytes,
                 "last_bytes": self._last[0],
                 "last_seconds": self._last[1],
                 "behind_versions": len(late),
@@ -221,12 +227,13 @@ class Replicator:
         started = time.perf_counter()
         try:
             hello = greeting(state, assembly)
-            peer = PeerReader(assembly.addresses[home], hello, lambda: self._is_over(assembly), state.security)
+            address, lines = assembly.addresses[home], self._lines[home]
+            peer = PeerReader(address, hello, lambda: self._is_over(assembly), state.security, count=lines)
             try:
-                size = sum(self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items())
+                brought = [self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items()]
             finally:
                 peer.close()
-        except _NotYet as error:
+        except NotYet as error:
             self._waits(home, version, error.what)
             self._try_again(home, pull)
             return
@@ -237,12 +244,17 @@ class Replicator:
             return
         self._is_well(home)
         state.replicated(version, pull.bundle_ids)
-        if not size:
+        size, kept = (sum(sizes) for sizes in zip(*brought, strict=True)) if brought else (0, 0)
+        if not size + kept:
             return  # all of it stood here already
         seconds = time.perf_counter() - started
         self._last, self._pulled_bytes = (size, seconds), self._pulled_bytes + size
-        self._events.emit("node.replicated", version=str(version), home=home, size_bytes=size, seconds=seconds)
+        self._kept_bytes += kept
+        self._events.emit(
+            "node.replicated", version=str(version), home=home, size_bytes=size, kept_bytes=kept, seconds=seconds
+        )
         self._events.count("replicated_bytes", size)
+        self._events.count("replica_kept_bytes", kept)
 
     def _try_again(self, home: int, pull: _Pull) -> None:
         with self._state.lock:
@@ -272,21 +284,29 @@ class Replicator:
         now = self._state.assembly
         return self._stopping or now is None or now.job_id != assembly.job_id
 
-    def _pull_rank(self, peer: PeerReader, version: Version, rank: int, refs: Sequence[BundleRef]) -> int:
-        """Pulls what does not stand here of one rank's bundles into a replica slot and seals it; returns bytes."""
+    def _pull_rank(self, peer: PeerReader, version: Version, rank: int, refs: Sequence[BundleRef]) -> tuple[int, int]:
+        """Pulls what does not stand here of one rank's bundles into a replica slot and seals it.
+
+        Returns bytes that were sent, and bytes that were here, in an earlier version.
+        """
         offered = peer.seals(version, tuple(ref.bundle_id for ref in refs))
         seals = {ref: require(offered, ref.bundle_id, f"rank {rank}, {version}") for ref in refs}
         standing = self._standing(rank, version)
         places, total = _lay_out(
             {ref: seal for ref, seal in seals.items() if (ref.bundle_id, seal.digest) not in standing}
         )
+        sent = kept = 0
         if not places:
-            return 0
-        held = self._slot_for(rank, version, total)
+            return sent, kept
+        held = self.slot_for(rank, version, total, f"a replica of rank {rank}")
         try:
             for place in places:
+                if kept_images.keep(self._state, held, place, lambda: self._stopping):
+                    kept += place.seal.length
+                    continue
                 view = held.slot.view[place.offset : place.offset + place.seal.length]
                 peer.read_into(version, place.seal, view)
+                sent += place.seal.length
             with self._state.lock:
                 held.images = {place.ref.bundle_id: place for place in places}
                 slots.write_header(held.slot, held.header(self._state.place.job))
@@ -296,8 +316,8 @@ class Replicator:
                 held.clear()
             raise
         finally:
-            self._state.unpin(held, _PIN)
-        return sum(place.seal.length for place in places)
+            self._state.unpin(held, RECEIVING)
+        return sent, kept
 
     def _standing(self, rank: int, version: Version) -> set[tuple[str, str]]:
         """Bundles and digests of the version that count as the rank's replicas here. What was preloaded may go any time."""
@@ -310,8 +330,8 @@ class Replicator:
                 if bundle_id not in held.condemned
             }
 
-    def _slot_for(self, rank: int, version: Version, num_bytes: int) -> HeldSlot:
-        """A replica slot of the rank, pinned and being written; a new one while there are fewer than two.
+    def slot_for(self, rank: int, version: Version, num_bytes: int, what: str) -> HeldSlot:
+        """A replica slot of the rank, pinned with `RECEIVING` and being written; a new one while there are fewer than two.
 
         Where one of them has part of the version already, memory beside them: the rest must not take the other one too.
         """
@@ -320,7 +340,7 @@ class Replicator:
             held = None if self._is_begun(rank, version) else self._reuse(rank, version, num_bytes)
         if held is not None:
             return held
-        slot = state.slot_pool.allocate(num_bytes, f"a replica of rank {rank}")
+        slot = state.slot_pool.allocate(num_bytes, what)
         with state.lock:  # asked again: the puller of another node may have made a slot of this rank meanwhile
             beside = self._is_begun(rank, version) or len(self._in_use(rank)) >= NUM_REPLICA_SLOTS
             held = state.slot_pool.add(slot, rank, replica=True)
@@ -348,12 +368,14 @@ class Replicator:
         if chosen is not None:
             slot_pool.drop(chosen)  # outgrown
         elif len(held_slots) >= NUM_REPLICA_SLOTS:
-            raise _NotYet(f"no replica slot of rank {rank} is free: {decision.reason}")
+            raise NotYet(
+                f"no {f'replica slot of rank {rank}' if rank >= 0 else 'slot for parity'} is free: {decision.reason}"
+            )
         return None
 
     def _claim(self, held: HeldSlot, version: Version) -> HeldSlot:
         held.start(version, layout="", durable=False)
-        held.pins[_PIN] += 1
+        held.pins[RECEIVING] += 1
         return held
 
     def _protection(self, views: Sequence[SlotView]) -> Knowledge:

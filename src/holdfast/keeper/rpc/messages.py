@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from holdfast.base.errors import HoldfastError, KeeperError, kind_of
+from holdfast.core.layout.parity_stripes import Piece, PieceCopy
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.recovery.version_choice import Fetch, MemoryCopy, Source
@@ -20,7 +21,7 @@ from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions.coordinator_board import Announcement
 from holdfast.core.versions.node_ledger import Reports
 
-PROTOCOL = 2
+PROTOCOL = 4
 
 RANK, VIEWER, KEEPER, OPERATOR = "rank", "viewer", "keeper", "operator"
 
@@ -69,6 +70,7 @@ class Inventory:
         levels: versions and their level, as far as a keeper knows.
         reachable, silent: indices of the nodes whose keepers answered; (index, reason) of those that did not.
         unheard: those of `silent` that may answer later, and hold anything. Of the others nobody listens, or said no.
+        parity: every piece of parity that stands.
     """
 
     copies: tuple[MemoryCopy, ...]
@@ -78,6 +80,7 @@ class Inventory:
     reachable: tuple[int, ...]
     silent: tuple[tuple[int, str], ...] = ()
     unheard: tuple[int, ...] = ()
+    parity: tuple[PieceCopy, ...] = ()
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="is", kw_only=True):
@@ -90,7 +93,12 @@ class Message(msgspec.Struct, frozen=True, tag_field="is", kw_only=True):
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of every connection, at most 1 KiB. `job_id`: what a keeper serves; empty for the others."""
+    """First message of every connection, at most 1 KiB.
+
+    Attributes:
+        job_id: what a keeper serves; empty for the others.
+        transfer: of a line of a keeper for bulk bytes: a number that those of one transfer share; 0: none.
+    """
 
     job: str
     role: str
@@ -99,6 +107,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     node: int = -1
     incarnation: int = 0
     job_id: str = ""
+    transfer: int = 0
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
@@ -218,15 +227,28 @@ class Begin(Message, tag="begin", frozen=True, kw_only=True):
     waited_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ImageThere:
+    """An image of a rank that stands in a slot as it was sealed."""
+
+    bundle_id: str
+    offset: int
+    length: int
+
+
 class Begun(Message, tag="begun", frozen=True, kw_only=True):
     """The slot is yours; its header is invalid. Its descriptor comes along if the client does not have it.
 
     Attributes:
         slot_id: NO_SLOT: none became free in the time, and the version is not abandoned.
+        version: what the rank saved there before, if that was sealed.
+        there: its images. What is not written of them need not be hashed again (`Copied.kept`).
     """
 
     slot_id: int
     reason: str
+    version: Version | None = None
+    there: tuple[ImageThere, ...] = ()
 
 
 class Copied(Message, tag="copied", frozen=True, kw_only=True):
@@ -234,11 +256,13 @@ class Copied(Message, tag="copied", frozen=True, kw_only=True):
 
     Attributes:
         spots: of every tensor that was registered as shared, 8 bytes that follow from some of its elements at the save.
+        kept: bundles whose images stood there when the slot was begun, and of which not a byte was written since.
     """
 
     version: Version
     images: tuple[ImageSpan, ...]
     spots: bytes = b""
+    kept: tuple[str, ...] = ()
 
 
 class Persist(Message, tag="persist", frozen=True, kw_only=True):
@@ -302,7 +326,7 @@ class Release(Message, tag="release", frozen=True):
 
 
 class Condemn(Message, tag="quarantine", frozen=True, kw_only=True):
-    """A copy failed its digest; `node` -1 is storage."""
+    """A copy failed its digest; `node` -1 is storage, -2 what was made of parity."""
 
     version: Version
     bundle_id: str
@@ -474,11 +498,26 @@ class Seals(Message, tag="seals", frozen=True, kw_only=True):
     seals: tuple[Seal, ...]
 
 
+class AskParity(Message, tag="ask-parity", frozen=True, kw_only=True):
+    """Asks for the piece of parity that this bundle is in; `known`: for the bundle's seal alone."""
+
+    version: Version
+    bundle_id: str
+    known: bool = False
+
+
+class ParityOf(Message, tag="parity-of", frozen=True, kw_only=True):
+    """Says what the piece is of, and gives the bundle's seal with digests of chunks. Its bytes are pulled by its name."""
+
+    piece: Piece | None
+    seal: Seal
+
+
 AnyMessage = (
     Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied | Persist | Abandon
     | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply | AskInside | InsideReply | Goodbye | Progress
     | Propose | Cadence | ShowWaits | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals | AskLanding | Landed
-    | PullLanding | Preload
+    | PullLanding | Preload | AskParity | ParityOf
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

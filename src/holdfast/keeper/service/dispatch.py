@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.base.errors import KeeperError
+from holdfast.core.model import Version
 from holdfast.core.recovery.version_choice import Source
 from holdfast.keeper.coordination.coordinator_client import CoordinatorClient
 from holdfast.keeper.fetch.fetch_bundles import BundleFetcher, PresentBundle
@@ -21,7 +22,6 @@ from holdfast.keeper.fetch.fetch_chunks import ChunkFetcher
 from holdfast.keeper.fetch.prefetch import Preloader
 from holdfast.keeper.fetch.streaming_relay import RelayRequests
 from holdfast.keeper.observe import describe_job
-from holdfast.keeper.replication.replicator import Replicator
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.messages import (
     KEEPER,
@@ -67,7 +67,7 @@ class Parts:
     incoming: RelayRequests
     peers: PeerRequests
     coordinator_client: CoordinatorClient
-    replicator: Replicator
+    refill: Callable[[Version], None]
     preloader: Preloader
     status: Callable[[], dict[str, Any]]
 
@@ -104,6 +104,7 @@ class Operations:
             messages.Propose: parts.peers.propose,
             messages.AskSeals: parts.peers.seals,
             messages.Pull: parts.peers.pull,
+            messages.AskParity: parts.peers.parity,
             messages.AskLanding: parts.incoming.ask,
             messages.PullLanding: parts.incoming.pull,
             messages.Condemn: self._condemn,
@@ -153,7 +154,7 @@ class Operations:
                 with self._parts.state.lock:
                     trainer = self._parts.trainers.of(connection)
                     trainer.brought(request.version, Source.STORAGE, request.read_bytes)
-            self._parts.replicator.refill(request.version)
+            self._parts.refill(request.version)
         return Ok(id=request.id)
 
     def _register(self, connection: Connection, request: messages.Register) -> Ok:

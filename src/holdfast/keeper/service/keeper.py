@@ -16,6 +16,7 @@ from typing import Any
 
 from holdfast.base.errors import InUse, KeeperError
 from holdfast.base.events import Events, Handler
+from holdfast.core.model import Version
 from holdfast.keeper.coordination.coordinator import Coordinator
 from holdfast.keeper.coordination.coordinator_client import CoordinatorClient
 from holdfast.keeper.fetch.fetch_bundles import BundleFetcher
@@ -27,6 +28,7 @@ from holdfast.keeper.observe.metrics import render
 from holdfast.keeper.observe.metrics_port import MetricsPort
 from holdfast.keeper.observe.run_summary import NAME as JOURNAL
 from holdfast.keeper.observe.run_summary import RunFacts
+from holdfast.keeper.replication.parity_builder import ParityBuilder
 from holdfast.keeper.replication.rate_limit import Pace
 from holdfast.keeper.replication.replicator import Replicator
 from holdfast.keeper.rpc.listener import Network, open_door
@@ -56,6 +58,7 @@ from holdfast.keeper.slots.slot_allocation import SlotAllocator
 from holdfast.keeper.slots.slot_pool import SlotPool
 from holdfast.keeper.slots.twin_diff import TwinExaminer
 from holdfast.keeper.storage.lazy_storage import LazyStorage
+from holdfast.keeper.storage.superseded_watch import SupersededWatch
 from holdfast.keeper.storage.writer import Committer, Persister
 from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.tiers.memory.memory_budget import Budget
@@ -114,7 +117,9 @@ class Keeper:
         self._persister = Persister(self._state, lazy_storage, self._events, self._activities, self._failover)
         self._pieces = ChunkFetcher(self._state, lazy_storage, self._events, self._activities)
         self._committer = Committer(self._state, lazy_storage, self._events)
+        self._superseded = SupersededWatch(self._state, lazy_storage)
         self._replicator = Replicator(self._state, self._events, lambda: self._peers.inventory(wide=True))
+        self._parity = ParityBuilder(self._state, self._events, self._replicator)
         trainers = self._trainers
         self._hashing, self._sending = (
             Windows(trainers.shown, trainers.listen, self._is_wanted, trainers.stay) for _ in range(2)
@@ -138,7 +143,7 @@ class Keeper:
         self._state.callbacks = StateCallbacks(
             report=self._coordinator_client.report,
             push=self._trainers.push,
-            replicate=self._replicator.put,
+            replicate=self._replicate,
             writing=self._failover.hear,
             began=self._failover.begin,
             examine=self._examiner.put,
@@ -158,7 +163,7 @@ class Keeper:
                 incoming=RelayRequests(self._state, incoming),
                 peers=self._peers,
                 coordinator_client=self._coordinator_client,
-                replicator=self._replicator,
+                refill=self._refill,
                 preloader=self._preloader,
                 status=self._status,
             )
@@ -196,12 +201,22 @@ class Keeper:
 
     def _works(self, lazy_storage: LazyStorage) -> KeeperWorkers:
         """Return what has to end, and what has to be forgotten, before this keeper serves another job."""
-        workers = (self._sealer, self._examiner, self._persister, self._committer, self._replicator)
+        workers = (self._sealer, self._examiner, self._persister, self._committer, self._replicator, self._parity)
         return KeeperWorkers(
             leave=(self._coordinator_client.leave, self._peers.leave, *(worker.leave for worker in workers)),
             idle=lambda: all(worker.idle for worker in workers),
             forget=(lazy_storage.forget, self._replicator.leave, self._state.forget_job),
         )
+
+    def _replicate(self, version: Version) -> None:
+        """A version was captured: what this node keeps for others is made. Under the state's lock."""
+        self._replicator.put(version)
+        self._parity.put(version)
+
+    def _refill(self, version: Version) -> None:
+        """All ranks resumed from `version`: what was lost of it is made again."""
+        self._replicator.refill(version)
+        self._parity.refill(version)
 
     def _write(self, writing: WriteAttempt) -> None:
         self._persister.put(writing)
@@ -248,12 +263,14 @@ class Keeper:
         self._trainers.reap()
         self._peers.yield_slots(self._saving.starved())
         self._replicator.tick()
+        self._parity.tick()
         with self._state.lock:
             self._failover.tick()
             if self._coordinator_client.coordinator is not None:
                 self._coordinator_client.coordinator.tick()
         self._persister.tick()
         self._committer.tick()
+        self._superseded.tick()
         next_s = self._saving.retry()
         if self._is_over():
             self._server.stop()
@@ -299,9 +316,10 @@ class Keeper:
         }
         hashed = {"shown_bytes": self._hashing.shown_bytes, "inside_bytes": self._hashing.inside_bytes}
         with self._state.lock:
-            preloaded = self._preloader.facts()
+            preloaded, parity = self._preloader.facts(), self._parity.facts()
         return {
             "replication": self._replicator.facts() | sent,
+            "parity": parity,
             "hashing": hashed,
             "preloaded": preloaded,
             "run": self._run_facts(),
@@ -322,8 +340,10 @@ class Keeper:
         self._pieces.stop()
         self._coordinator_client.stop()
         self._replicator.stop()
+        self._parity.stop()
         self._persister.stop()
         self._committer.stop()
+        self._superseded.stop()
         self._sealer.stop()
         self._examiner.stop()
         self._state.slot_pool.close()

@@ -1,8 +1,8 @@
 """Answers what the keeper of another node may ask of this one: seals and bytes of what it holds, and to be coordinated.
 
-Also the questions that anybody may ask: inventory and status. A slot that is being sent is pinned per connection; the
-pins go when its connection ends, when it stalls, or when a local save is starved of a slot: a
-slow peer never slows training.
+Also the questions that anybody may ask: inventory and status. A slot that is being sent is pinned for the connection that
+asked for its seals; the pins go when that one ends, when nothing moves on it and on the further lines of its transfer, or
+when a local save is starved of a slot: a slow peer never slows training.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from holdfast.base.errors import Fenced, HoldfastError, KeeperError, KeeperLost, VersionNotFound
 from holdfast.core.model import Seal
+from holdfast.core.recovery.parity_choice import REBUILT
 from holdfast.keeper.coordination.coordinator import Coordinator
 from holdfast.keeper.replication.rate_limit import Pace
 from holdfast.keeper.rpc import messages
@@ -35,14 +36,32 @@ SEND_BLOCK_TIMEOUT_S = 10.0
 STALL_S = 3.0
 ASK_PEER_TIMEOUT_S = 3.0
 MAX_AT_ONCE = 32
+# Lines beside the first of each transfer, for all peers together: each has a descriptor, and a thread while it sends.
+MAX_FURTHER_LINES = 32
 
 
-@dataclass(slots=True)
-class _Sending:
-    """Holds what one peer is being sent."""
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """Holds what one peer is being sent, by one line or several.
 
+    Attributes:
+        lines: the connections, the first of which asks for seals; each with its turns once it sends what is paced.
+        held: pinned for it.
+        moved_s: when a block left last, on any line.
+    """
+
+    lines: dict[Connection, Turns | None]
     held: list[HeldSlot] = field(default_factory=list)
     moved_s: float = 0.0
+
+    @property
+    def first(self) -> Connection:
+        return next(iter(self.lines))
+
+    def cut(self) -> None:
+        """Ends all lines."""
+        for line in self.lines:
+            line.channel.abort()
 
 
 class PeerRequests:
@@ -62,26 +81,43 @@ class PeerRequests:
         self._state = state
         self._pace = pace
         self._windows = windows
-        self._turns: dict[Connection, Turns] = {}  # a connection carries one version, so one transfer
         self._coordinator = coordinator
-        self._sending: dict[Connection, _Sending] = {}
+        self._transfers: dict[Connection, _Transfer] = {}
         self._speaks: dict[int, int] = {}  # node -> the number of the connection on which it reports
 
     def attach(self, connection: Connection, hello: Hello) -> None:
         """A keeper greets.
 
         Raises:
-            Fenced: it belongs to an incarnation that is over. KeeperError: it serves another job.
+            Fenced: it belongs to an incarnation that is over. KeeperError: it serves another job, or it is one more
+                line of a transfer, and there are enough.
         """
         self._require_present(hello)
-        connection.hello = hello
+        with self._state.lock:
+            if hello.transfer:
+                self._join(connection, hello)
+            connection.hello = hello
+
+    def _join(self, connection: Connection, hello: Hello) -> None:
+        """A line of a transfer greets: the first one, or one more. Under the state's lock."""
+        for line, transfer in self._transfers.items():
+            if (line.greeted.node, line.greeted.transfer) == (hello.node, hello.transfer):
+                if len(self._transfers) - len(set(self._transfers.values())) >= MAX_FURTHER_LINES:
+                    raise KeeperError(f"this keeper sends by {MAX_FURTHER_LINES} further lines already")
+                transfer.lines[connection] = None
+                self._transfers[connection] = transfer
+                return
+        self._transfers[connection] = _Transfer({connection: None})
+
+    def _transfer_of(self, connection: Connection) -> _Transfer:
+        return self._transfers.setdefault(connection, _Transfer({connection: None}))
 
     def leave(self) -> None:
         """The job is over: whoever is being sent its bytes is cut off. Under the state's lock."""
         self._speaks.clear()
-        for connection in tuple(self._sending):
-            connection.channel.abort()
-            self._unpin(connection)
+        for transfer in self._transfers.values():
+            transfer.cut()
+            self._unpin(transfer)
 
     def _require_same_job(self, hello: Hello) -> None:
         """Versions of another job may bear the same names; a keeper that served it may not have heard of its end."""
@@ -98,8 +134,7 @@ class PeerRequests:
     def gone(self, connection: Connection) -> None:
         """A keeper's connection ended."""
         with self._state.lock:
-            self._unpin(connection)
-            self._turns.pop(connection, None)
+            self._leave(connection)
             coordinator = self._coordinator()
             if coordinator is not None:
                 coordinator.leave(connection)
@@ -140,17 +175,31 @@ class PeerRequests:
         found = []
         with self._state.lock:
             self._require_present(connection.greeted)
-            self._unpin(connection)
-            sending = self._sending.setdefault(connection, _Sending())
-            sending.moved_s = time.monotonic()
+            transfer = self._transfer_of(connection)
+            self._unpin(transfer)
+            transfer.moved_s = time.monotonic()
             for bundle_id in request.bundle_ids:
                 copy = self._state.slot_pool.find(request.version, bundle_id)
                 copies = [copy] if copy else self._state.slot_pool.find_pieces(request.version, Seal(bundle_id, 0, ""))
                 found += [place.seal for _, place in copies[:1]]
                 for held, _ in copies:
                     held.pins[PIN] += 1
-                    sending.held.append(held)
+                    transfer.held.append(held)
         return Seals(id=request.id, seals=tuple(found))
+
+    def parity(self, connection: Connection, request: messages.AskParity) -> messages.ParityOf:
+        """The piece of parity that a bundle is in.
+
+        Raises:
+            VersionNotFound: there is none (any more).
+        """
+        with self._state.lock:
+            self._require_present(connection.greeted)
+            piece = self._state.slot_pool.parity_of(request.version, request.bundle_id)
+        if piece is None:
+            raise VersionNotFound(f"no parity of bundle {request.bundle_id} of {request.version} is here (any more)")
+        seal = next(seal for seals in piece.covers for seal in seals if seal.bundle_id == request.bundle_id)
+        return messages.ParityOf(id=request.id, piece=None if request.known else piece.brief, seal=seal)
 
     def pull(self, connection: Connection, request: messages.Pull) -> None:
         """Sends a piece of an image; the reply and the bytes leave from the reader's own thread.
@@ -165,12 +214,11 @@ class PeerRequests:
             if not (0 <= request.start < end <= length) or request.length > CHUNK_BYTES:
                 raise KeeperError(f"bytes {request.start} to {end} are not a piece of bundle {request.bundle_id}")
             held.pins[PIN] += 1
-            turns = None if request.urgent else self._turns.setdefault(connection, self._windows.turns())
+            transfer = self._transfer_of(connection)
+            turns = None if request.urgent else self._turns(transfer, connection)
 
         def moves() -> None:
-            sending = self._sending.get(connection)
-            if sending is not None:
-                sending.moved_s = time.monotonic()
+            transfer.moved_s = time.monotonic()
 
         def before(num_bytes: int) -> None:
             """A block leaves: the line moves, and pace and windows are kept."""
@@ -192,6 +240,14 @@ class PeerRequests:
                 turns.done()
             self._state.unpin(held, PIN)
 
+    def _turns(self, transfer: _Transfer, connection: Connection) -> Turns:
+        """The turns of a line. One that comes later begins as patient as the transfer is by then. Under the state's lock."""
+        turns = transfer.lines.get(connection)
+        if turns is None:
+            held_s = max((other.held_s for other in transfer.lines.values() if other is not None), default=0.0)
+            turns = transfer.lines[connection] = self._windows.turns(held_s)
+        return turns
+
     def _part(self, request: messages.Pull) -> tuple[HeldSlot, int, int]:
         """The slot, where in it the bytes begin, and the length of the image; a chunk may be here without the rest.
 
@@ -212,17 +268,27 @@ class PeerRequests:
         """Takes pins off transfers that stall, and off those from slots of ranks whose save waits too long."""
         now, ranks = time.monotonic(), set(starved)
         with self._state.lock:
-            for connection, sending in tuple(self._sending.items()):
-                needed = any(held.rank in ranks and not held.replica for held in sending.held)
-                if sending.held and (needed or now - sending.moved_s > STALL_S):
-                    logger.info("a transfer to node %d yields its slots", connection.greeted.node)
-                    connection.channel.abort()
-                    self._unpin(connection)
+            for transfer in self._transfers.values():
+                needed = any(held.rank in ranks and not held.replica for held in transfer.held)
+                if transfer.held and (needed or now - transfer.moved_s > STALL_S):
+                    logger.info("a transfer to node %d yields its slots", transfer.first.greeted.node)
+                    transfer.cut()
+                    self._unpin(transfer)
 
-    def _unpin(self, connection: Connection) -> None:
-        sending = self._sending.pop(connection, None)
-        for held in sending.held if sending else ():
-            self._state.unpin(held, PIN)
+    def _unpin(self, transfer: _Transfer) -> None:
+        held, transfer.held = transfer.held, []
+        for slot in held:
+            self._state.unpin(slot, PIN)
+
+    def _leave(self, connection: Connection) -> None:
+        """A line ended; with the first one its transfer does."""
+        transfer = self._transfers.pop(connection, None)
+        if transfer is None:
+            return
+        if connection is transfer.first:
+            transfer.cut()
+            self._unpin(transfer)
+        del transfer.lines[connection]
 
     # --- questions
 
@@ -273,6 +339,8 @@ class PeerRequests:
         state, assembly = self._state, self._state.assembly
         if request.node == -1:
             state.alarms.quarantined(request.version, request.bundle_id, "storage", request.reason)
+        elif request.node == REBUILT:
+            state.alarms.quarantined(request.version, request.bundle_id, "parity", request.reason)
         elif request.node == state.node:
             state.condemn(request.version, request.bundle_id, request.reason)
         elif assembly is not None and 0 <= request.node < len(assembly.addresses):
@@ -298,7 +366,7 @@ class PeerRequests:
 
 def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inventory:
     """One inventory of all that answered; a keeper's copies are named by the index it was asked under."""
-    copies = list(own.copies)
+    copies, parity = list(own.copies), list(own.parity)
     tables, suspects, levels = dict(own.tables), dict(own.suspects), dict(own.levels)
     reachable, silent, unheard = list(own.reachable), [], []
     for index, found in sorted(others.items()):
@@ -309,6 +377,7 @@ def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inve
             continue
         reachable.append(index)
         copies += [replace(copy, node=index) for copy in found.copies]
+        parity += [replace(piece, node=index) for piece in found.parity]
         tables.update(found.tables)
         suspects.update(found.suspects)
         for version, level in found.levels:
@@ -322,6 +391,7 @@ def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inve
         reachable=tuple(sorted(reachable)),
         silent=tuple(silent),
         unheard=tuple(unheard),
+        parity=tuple(parity),
     )
 
 

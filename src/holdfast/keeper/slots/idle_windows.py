@@ -19,9 +19,10 @@ import mmap
 import os
 import select
 import struct
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.core.pipeline.wait_forecast import Shown, may_begin, patience_s
 
@@ -119,10 +120,17 @@ class Windows:
     stay: Callable[[int | None], None]
     shown_bytes: int = 0
     inside_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def turns(self) -> Turns:
-        """The turns of one transfer, or of one version that is hashed."""
-        return Turns(self)
+    def turns(self, held_s: float = 0.0) -> Turns:
+        """The turns of one line of a transfer, held back for so long already, or of one version that is hashed."""
+        return Turns(self, held_s=held_s)
+
+    def count(self, num_bytes: int, *, inside: bool) -> None:
+        """Counts a block. Any thread."""
+        with self._lock:
+            self.shown_bytes += num_bytes
+            self.inside_bytes += num_bytes if inside else 0
 
 
 class Turns:
@@ -130,20 +138,25 @@ class Turns:
 
     Args:
         windows: where to look, and where to count.
+        held_s: how long it was held back before.
         clock, sleep: replaced in tests.
+
+    Attributes:
+        held_s: how long it was held back so far.
     """
 
     def __init__(
         self,
         windows: Windows,
         *,
+        held_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
+        self.held_s = held_s
         self._windows = windows
         self._clock = clock
         self._sleep = sleep
-        self._held_s = 0.0
         self._block_s = FIRST_BLOCK_S
         self._begun: tuple[int, int, int, float] | None = None
         self._beside: int | None = None  # the rank on whose processors the thread is kept
@@ -153,7 +166,7 @@ class Turns:
         self._count()
         while (shown := self._windows.shown(rank)) is not None:
             now_s = self._clock()
-            if may_begin(shown, now_s, self._block_s, held_s=self._held_s) or self._windows.wanted(rank):
+            if may_begin(shown, now_s, self._block_s, held_s=self.held_s) or self._windows.wanted(rank):
                 self._begun = (rank, num_bytes, shown.number, now_s)
                 self._stay(rank if shown.number else None)
                 return
@@ -161,8 +174,8 @@ class Turns:
             if shown.number:
                 self._sleep(LOOK_S)
             else:
-                self._windows.listen(rank, min(SLEEP_S, patience_s(shown) - self._held_s))
-            self._held_s += self._clock() - now_s
+                self._windows.listen(rank, min(SLEEP_S, patience_s(shown) - self.held_s))
+            self.held_s += self._clock() - now_s
         self._stay(None)  # it shows its waits no more
 
     def done(self) -> None:
@@ -186,6 +199,4 @@ class Turns:
         self._begun = None
         self._block_s = (self._block_s + self._clock() - began_s) / 2
         shown = self._windows.shown(rank)
-        self._windows.shown_bytes += num_bytes
-        if number and shown is not None and shown.number == number:
-            self._windows.inside_bytes += num_bytes
+        self._windows.count(num_bytes, inside=bool(number) and shown is not None and shown.number == number)

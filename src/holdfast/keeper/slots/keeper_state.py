@@ -26,7 +26,7 @@ from holdfast.keeper.rpc.messages import Appointed, Assembly, Message, News, Pro
 from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.keeper.slots.alarm_book import AlarmBook
 from holdfast.keeper.slots.overwrite_guard import OverwriteGuard
-from holdfast.keeper.slots.slot_pool import HeldSlot, SlotPool
+from holdfast.keeper.slots.slot_pool import PARITY_RANK, HeldSlot, SlotPool
 from holdfast.tiers.wire.frames import Security
 
 logger = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ class NodeState:
         self.past.tables = {v: t for v, t in self.past.tables.items() if v in kept}
         self.past.suspects = {v: why for v, why in self.past.suspects.items() if v in kept}
         self.past.tables[told.version] = bundles.refs
-        sources = {rank for _, rank, _ in bundles.to_replicate}
+        sources = {rank for _, rank, _ in bundles.to_replicate} | ({PARITY_RANK} if bundles.of_parity else set())
         for held in self.slot_pool:  # replicas that somebody else keeps by now
             held.outgrown |= held.replica and held.rank not in sources
         if sources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from holdfast.core.layout.parity_stripes import PieceCopy
 from holdfast.core.model import Version
 from holdfast.core.recovery.version_choice import MemoryCopy
 from holdfast.keeper.rpc.messages import KEEPER, Assembly, Hello, Inventory
@@ -42,10 +43,11 @@ def inventory(state: NodeState) -> Inventory:
                 held.preloaded,
             )
             for held in state.slot_pool.sealed()
-            if held.version is not None
+            if held.version is not None and held.parity is None
             for bundle_id, place in held.images.items()
             if bundle_id not in held.condemned
         ]
+        pieces = (held.parity for held in state.slot_pool.sealed() if held.parity is not None and not held.condemned)
         levels = {version: max(told.reached) for version, told in state.past.levels.items() if told.reached}
         return Inventory(
             copies=tuple(copies),
@@ -53,4 +55,5 @@ def inventory(state: NodeState) -> Inventory:
             suspects=tuple(state.past.suspects.items()),
             levels=tuple(levels.items()),
             reachable=(state.node,),
+            parity=tuple(PieceCopy.of(state.node, piece) for piece in pieces),
         )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from holdfast.core.layout.parity_groups import is_unprotected
 from holdfast.core.model import Version
 from holdfast.core.versions.node_ledger import NodeLedger
 from holdfast.core.versions.replication_lag import ReplicationLag
@@ -51,10 +52,10 @@ class OverwriteGuard:
         return (ledger := self._ledger()) is not None and reusable(self.view(held), ledger.knowledge).value
 
     def awaits_replicas(self, held: HeldSlot) -> bool:
-        """Return whether nothing newer than its version is known to be in two nodes, in a job that has two."""
+        """Return whether nothing newer than its version is known to be in two nodes, in a job that has two and uses them."""
         # Seen as the guard sees it: what all failed its digest is worth nothing and must not lock a slot.
         ledger, version = self._ledger(), held.view.version
-        if ledger is None or version is None or len(ledger.topology.nodes) < 2 or not ledger.awaits_copies(version):
+        if ledger is None or version is None or is_unprotected(ledger.topology) or not ledger.awaits_copies(version):
             return False
         if self.lag.lasts(time.monotonic()):
             return True

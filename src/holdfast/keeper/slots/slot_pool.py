@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from holdfast.base.errors import MemoryRefused
+from holdfast.core.layout.parity_stripes import Piece
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.core.versions.slot_guard import SlotState, SlotView
 from holdfast.tiers.format.image import CHUNK_BYTES
@@ -23,6 +24,8 @@ from holdfast.tiers.memory.page_populate import Populator, share_of_cores
 from holdfast.tiers.memory.slots import ImagePlace, Slot, SlotHeader
 
 POPULATING = "populating"
+# Stands for the rank of slots that hold parity.
+PARITY_RANK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,13 @@ class HeldSlot:
         replica: a copy that is not the snapshot of a local rank: for another node's, or preloaded.
         preloaded: fetched before anybody asked (`keeper.fetch.prefetch`); it exists elsewhere and goes where memory is needed.
         copied: the trainer finished writing; hashing is under way.
+        before: while it is being written, the sealed images of the version before: what nobody writes over stands.
         pins: why its bytes are needed, counted.
         condemned: images whose digest failed; not offered any more.
         outgrown: too small for the rank by now, or made beside its slots; freed as soon as the guard allows.
         transient: it holds pieces of images on their way into another layout; goes with its last pin.
         pieces: those that have come.
+        parity: says what it is parity of, where it is; then it has one image, which is the parity, and no rank.
     """
 
     slot: Slot
@@ -67,11 +72,13 @@ class HeldSlot:
     layout: str = ""
     copied: bool = False
     images: dict[str, ImagePlace] = field(default_factory=dict)
+    before: dict[str, ImagePlace] = field(default_factory=dict)
     pins: Counter[str] = field(default_factory=Counter)
     condemned: set[str] = field(default_factory=set)
     outgrown: bool = False
     transient: bool = False
     pieces: list[PieceOf] = field(default_factory=list)
+    parity: Piece | None = None
 
     @property
     def is_put_off(self) -> bool:
@@ -97,16 +104,18 @@ class HeldSlot:
     def start(self, version: Version, *, layout: str, durable: bool) -> None:
         """Begins a new version in it. The header is invalidated first, before anyone may write a byte."""
         slots.invalidate(self.slot)
+        sealed = self.images if self.state is SlotState.SEALED else {}
+        self.before = {name: place for name, place in sealed.items() if name not in self.condemned}
         self.state, self.version = SlotState.WRITING, version
         self.layout, self.durable, self.copied = layout, durable, False
-        self.images = {}
+        self.images, self.parity = {}, None
         self.condemned = set()
 
     def clear(self) -> None:
         """Makes it empty."""
         slots.invalidate(self.slot)
         self.state, self.version, self.copied = SlotState.EMPTY, None, False
-        self.images = {}
+        self.images, self.before, self.parity = {}, {}, None
 
     def header(self, job: str) -> SlotHeader:
         """The header that seals it."""
@@ -176,6 +185,11 @@ class SlotPool:
             for piece in held.pieces
             if piece.seal.bundle_id == seal.bundle_id and seal.digest in ("", piece.seal.digest)
         ]
+
+    def parity_of(self, version: Version, bundle_id: str) -> Piece | None:
+        """The piece of parity here that is also of this bundle."""
+        pieces = (held.parity for held in self.sealed() if held.parity is not None and held.version == version)
+        return next((p for p in pieces if any(s.bundle_id == bundle_id for row in p.covers for s in row)), None)
 
     def sealed(self) -> list[HeldSlot]:
         """Slots whose header and digests stand."""

@@ -33,6 +33,7 @@ from holdfast.keeper.coordination.coordinator import Coordinator
 from holdfast.keeper.coordination.coordinator_client import CoordinatorClient
 from holdfast.keeper.fetch.fetch_bundles import BundleFetcher
 from holdfast.keeper.fetch.prefetch import Preloader
+from holdfast.keeper.replication.parity_builder import ParityBuilder
 from holdfast.keeper.replication.replicator import Replicator
 from holdfast.keeper.service import keeper_main
 from holdfast.keeper.service.peer_requests import PeerRequests
@@ -60,6 +61,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "seal": (Sealer, "_seal"),
     "send": (PeerRequests, "pull"),
     "receive": (Replicator, "_pull_rank"),
+    "parity": (ParityBuilder, "_add"),
     "persist": (StoredBundles, "write"),
     "part": (Storage, "write_part"),
     "commit": (Storage, "commit"),

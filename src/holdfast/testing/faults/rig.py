@@ -72,6 +72,7 @@ class Rig:
         base: a short directory of the caller's: a socket's path has at most 107 bytes.
         own_bytes: of the bundle that only one rank holds.
         shared_rows: of what a rank shares with its twins, 2 KiB each.
+        redundancy: as in Config.
         config: settings of the keepers; `root` is where the checkpoints go.
     """
 
@@ -83,12 +84,14 @@ class Rig:
         per_node: int = 1,
         own_bytes: int = 4096,
         shared_rows: int = 1,
+        redundancy: str = "replica",
         **config: Any,
     ) -> None:
         self.base = base
         self.root = str(config.pop("root", base / "ck"))
         self.labels = tuple(f"n{index}" for index in range(num_nodes))
-        self.topology = Topology(self.labels, tuple(rank // per_node for rank in range(num_nodes * per_node)))
+        node_of = tuple(rank // per_node for rank in range(num_nodes * per_node))
+        self.topology = Topology(self.labels, node_of, redundancy=redundancy)
         self.per_node = per_node
         self.own_bytes = own_bytes
         self.shared_rows = shared_rows

@@ -145,6 +145,21 @@ class PageCached(Protocol):
         """
 
 
+@runtime_checkable
+class Linking(Protocol):
+    """A backend that can give a file which it wrote itself a second name, instead of writing the same bytes again."""
+
+    def link(self, name: str, source: str, *, stamp: str) -> bool:
+        """Gives the file `source` the name `name` as well, durably, in the place of what has it. Either name may go without the other.
+
+        Only a file that this very object put there, without an error, and that nobody replaced or wrote to since: as far as its
+        device, number, length and time of its last write tell. What is in it is not read.
+
+        Returns:
+            False if it is not such a file, or no name can be added here: it must be put. Nothing has changed then.
+        """
+
+
 class NotCachedError(Exception):
     """The page cache of this machine has not all of what was to be read from it. Nothing is wrong."""
 

@@ -18,7 +18,9 @@ import errno
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base.errors import Fenced, HoldfastError, StorageError, StorageFull, VersionNotFound
@@ -29,6 +31,9 @@ from holdfast.tiers.backends.parallel_streams import StreamCount
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a pipe that someone put there must not hold us.
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+# Files that were put are remembered up to so many, to be given other names; the oldest are forgotten first.
+MAX_NOTED = 1 << 16
 
 _REMEDIES = {
     errno.EACCES: "give this user the right to read and write there",
@@ -45,13 +50,32 @@ _REMEDIES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """Says which file was put, as it was once its bytes were durable; and how open the root was."""
+
+    device: int
+    number: int
+    length: int
+    written_ns: int
+    mode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result, mode: int) -> _Noted:
+        """Return it for a file; only regular ones are put."""
+        number = status.st_ino if stat.S_ISREG(status.st_mode) else -1
+        return cls(status.st_dev, number, status.st_size, status.st_mtime_ns, mode)
+
+
 class LocalBackend:
-    """The directory `root`. Its only state is how many streams it is worth; any thread may call it."""
+    """The directory `root`. Its only state is how many streams it is worth, and what it put; any thread may call it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._lags = posix_io.is_remote(root)
         self._streams = StreamCount()
+        self._noting = threading.Lock()
+        self._noted: dict[str, _Noted] = {}
 
     @property
     def properties(self) -> Properties:
@@ -81,11 +105,54 @@ class LocalBackend:
     ) -> None:
         """Writes a file, whole or not at all; see Backend."""
         directory, leaf = split_name(name)
+        self._note(name, None)
         with self._translated(name), self._open_root() as root:
             made = self._temporary(root, chunks, stamp, progress)
             with made as (place, temporary), _beneath(root, directory) as target:
+                # Of the temporary file, whose name nobody else knows: another writer may replace the final one.
+                noted = _Noted.of(os.stat(temporary, dir_fd=place, follow_symlinks=False), _mode(root))
                 os.rename(temporary, leaf, src_dir_fd=place, dst_dir_fd=target)
                 posix_io.sync(target, root)
+        self._note(name, noted)
+
+    def link(self, name: str, source: str, *, stamp: str) -> bool:
+        """Gives a file that was put here another name; see Linking.
+
+        It gets a temporary name first and is compared under that, because under `source` it may be replaced at any moment.
+        """
+        (directory, leaf), (old_directory, old) = split_name(name), split_name(source)
+        with self._noting:
+            noted = self._noted.get(source)
+        if noted is None:
+            return False
+        check_segment(stamp)
+        with self._translated(name), self._open_root() as root, contextlib.ExitStack() as opened:
+            try:
+                there = opened.enter_context(_beneath(root, old_directory, make=False))
+            except FileNotFoundError:
+                return False
+            place, temporary = opened.enter_context(_beneath(root, TEMPORARY)), f"{stamp}.{secrets.token_hex(6)}"
+            try:
+                status = posix_io.link_again(there, old, place, temporary)
+                if status is None or _Noted.of(status, _mode(root)) != noted:
+                    return False
+                target = opened.enter_context(_beneath(root, directory))
+                os.rename(temporary, leaf, src_dir_fd=place, dst_dir_fd=target)
+                posix_io.sync(target, root)
+            finally:
+                # Gone, unless `name` was a name of this very file: then the rename did nothing.
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=place)
+        self._note(name, noted)
+        return True
+
+    def _note(self, name: str, noted: _Noted | None) -> None:
+        with self._noting:
+            self._noted.pop(name, None)
+            if noted is not None:
+                self._noted[name] = noted
+            while len(self._noted) > MAX_NOTED:
+                del self._noted[next(iter(self._noted))]
 
     def create(self, name: str, data: bytes, *, stamp: str) -> bool:
         """Writes a file if none is there; see Backend."""

@@ -40,8 +40,8 @@ def requests_at_once(num_bytes: int, part_bytes: int = UNIT_BYTES) -> int:
 class StreamCount:
     """Holds how many streams one place is worth in one direction. Any thread may call it."""
 
-    def __init__(self, *, most: int = MOST_STREAMS) -> None:
-        self.now = FIRST_STREAMS
+    def __init__(self, *, first: int = FIRST_STREAMS, most: int = MOST_STREAMS) -> None:
+        self.now = first
         self._most = most
         self._lock = threading.Lock()
         self._fewer_rate = 0.0  # what half as many moved; 0: not known

@@ -31,6 +31,8 @@ MIN_DIRECT_BYTES = 256 << 10
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_NOREPLACE = 1
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
+# Of a file that is there: another device or project, no more names allowed, or it went meanwhile.
+_NO_MORE_LINKS = _NO_LINKS | {errno.EXDEV, errno.EACCES, errno.ENOENT}
 
 
 class _DirectRefusedError(Exception):
@@ -172,6 +174,17 @@ def link(place: int, temporary: str, target: int, leaf: str, *, where: str) -> b
             raise
         return _rename_new(place, temporary, target, leaf, where=where)
     return True
+
+
+def link_again(source: int, old: str, place: int, temporary: str) -> os.stat_result | None:
+    """Gives a file a temporary name as well; what it is, or None if it is not there or no name can be added."""
+    try:
+        os.link(old, temporary, src_dir_fd=source, dst_dir_fd=place, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_MORE_LINKS:
+            raise
+        return None
+    return os.stat(temporary, dir_fd=place, follow_symlinks=False)
 
 
 def _rename_new(place: int, temporary: str, target: int, leaf: str, *, where: str) -> bool:

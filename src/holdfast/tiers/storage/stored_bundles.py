@@ -7,16 +7,20 @@ and hands it out as `Storage.bundles`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from holdfast.base.errors import CorruptError, VersionNotFound
+from holdfast.base.errors import CorruptError, StorageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
-from holdfast.tiers.backends.interface import Backend, PageCached
+from holdfast.tiers.backends.interface import Backend, Linking, PageCached
 from holdfast.tiers.backends.parallel_streams import (
     MOST_REQUESTS,
     MOST_STREAMS,
@@ -29,6 +33,14 @@ from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import Entry, Image
 from holdfast.tiers.storage.bundle_files import BundleFiles
 from holdfast.tiers.storage.manifest import ENCRYPTED, BundleFile
+
+logger = logging.getLogger(__name__)
+
+# Smaller files are written again: a second name would cost as much.
+MIN_LINKED_BYTES = 1 << 20
+# Before a file gets a name in another version this share of it is read and proved, one stretch after the other: within so many
+# versions all of it was. Damage of the one file would else be damage of every version to come.
+PROVED_PARTS = 64
 
 _BUNDLE_FILE = re.compile(r"(.+)-[0-9a-f]{32}\.safetensors\Z")
 
@@ -63,13 +75,25 @@ def in_place(read: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P]
     return call
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The newest file of a bundle that was written or linked here, and which of its chunks is proved next."""
+
+    version: Version
+    file: BundleFile
+    chunk: int
+
+
 class StoredBundles:
     """Reads and writes the bundles of one job.
+
+    What is the same as in the version before is not written again, where the backend can give a file two names: each version
+    has all its files all the same, and none needs another. Only files that this object wrote and proved are used so.
 
     Args:
         backend: where they lie.
         files: how each lies there.
-        events: counts `storage_written_bytes` and `storage_read_bytes` (images), `cache_read_bytes` (images, read from the
+        events: counts `storage_written_bytes`, `storage_linked_bytes` and `storage_read_bytes` (images), `cache_read_bytes` (images, read from the
             page cache alone) and `storage_record_read_bytes` (headers and values).
         require_ours: raises unless the root is still ours.
     """
@@ -80,6 +104,7 @@ class StoredBundles:
         self._events = events
         self.require_ours = require_ours
         local = backend.properties.kind == "local"
+        self._kept: dict[str, _Kept] = {}
         self._readers = StreamCount() if local else StreamCount(most=MOST_REQUESTS)
 
     def where(self, version: Version, file: BundleFile) -> str:
@@ -112,11 +137,67 @@ class StoredBundles:
         view = view.cast("B")
         image_format.check_length(len(view), seal, f"{version}/{ref.bundle_id}")
         file = BundleFile.of(ref, seal, self._files.key_id)
+        kept = self._kept.pop(ref.bundle_id, None)  # if what follows fails, it is never used again
+        if kept is not None and self._link(version, file, kept, stamp):
+            progress(len(view))
+            return file
         chunks = self._files.chunks(version, file, view)
         with self._events.span("storage.write_bundle", version=str(version), bundle=ref.bundle_id, bytes=len(view)):
             self._backend.put(f"{version}/{file.file}", chunks, stamp=stamp, progress=progress)
         self._events.count("storage_written_bytes", len(view))
+        if not file.key_id and file.length >= MIN_LINKED_BYTES:  # each version encrypts with keys of its own
+            self._kept[ref.bundle_id] = _Kept(version, file, random.randrange(len(seal.chunk_digests) or 1))
         return file
+
+    def _link(self, version: Version, file: BundleFile, kept: _Kept, stamp: str) -> bool:
+        """Gives the file of an earlier version a name in this one, if that is the same; False if it has to be written."""
+        backend = self._backend
+        same = (kept.file.file, kept.file.seal) == (file.file, file.seal) and kept.version != version
+        if not same or not isinstance(backend, Linking):
+            return False
+        chunk = kept.chunk
+        try:
+            for _ in range(-(-len(file.chunk_digests) // PROVED_PARTS)):
+                self._prove(kept.version, file, chunk)
+                chunk = (chunk + 1) % len(file.chunk_digests)
+        except VersionNotFound:
+            return False  # retired meanwhile
+        except StorageError as error:
+            logger.info("%s is written anew for %s: %s", kept.file.file, version, error)
+            return False
+        except CorruptError as error:
+            what = "%s: %s; it is written anew for %s. `holdfast verify` tells which other versions have this file"
+            logger.warning(what, error.where or kept.file.file, error.what, version)
+            return False
+        if not backend.link(f"{version}/{file.file}", f"{kept.version}/{file.file}", stamp=stamp):
+            return False
+        self._events.count("storage_linked_bytes", file.length)
+        self._events.emit("storage.linked_bundle", version=str(version), bundle=file.ref.bundle_id, bytes=file.length)
+        self._kept[file.ref.bundle_id] = _Kept(version, file, chunk)
+        return True
+
+    def _prove(self, version: Version, file: BundleFile, index: int) -> None:
+        """Proves one chunk of a file that this object wrote."""
+        at = index * image_format.CHUNK_BYTES
+        chunk = memoryview(bytearray(min(image_format.CHUNK_BYTES, file.length - at)))
+        count = self._files.read_into(version, file, chunk, offset=at)
+        where = self.where(version, file)
+        if count < len(chunk):
+            image_format.check_length(at + count, file.seal, where)
+        image_format.check_chunk(index, image_format.chunk_digest(chunk), file.seal, where)
+
+    @contextlib.contextmanager
+    def _suspicious(self, file: BundleFile) -> Iterator[None]:
+        """A file in which damage is found gets no more names."""
+        try:
+            yield
+        except CorruptError:
+            self.distrust(file.ref.bundle_id)
+            raise
+
+    def distrust(self, bundle_id: str) -> None:
+        """Takes note that a file of the bundle is damaged: whatever it is, the next one is written."""
+        self._kept.pop(bundle_id, None)
 
     def opens(self, file: BundleFile) -> bool:
         """Return whether a bundle's file is plain, or its key is here."""
@@ -226,7 +307,8 @@ class StoredBundles:
         if at + read == file.length:
             self._files.check_end(version, file, file.length)
         digest = image_format.chunk_digest(chunk)
-        image_format.check_chunk(index, digest, file.seal, where)
+        with self._suspicious(file):
+            image_format.check_chunk(index, digest, file.seal, where)
         return digest
 
     def has_page_cache(self, version: Version, file: str) -> bool:
@@ -271,7 +353,8 @@ class StoredBundles:
             if count < len(chunk):
                 image_format.check_length(at + count, file.seal, where)
             digests.append(image_format.chunk_digest(chunk))
-            image_format.check_chunk(len(digests) - 1, digests[-1], file.seal, where)
+            with self._suspicious(file):
+                image_format.check_chunk(len(digests) - 1, digests[-1], file.seal, where)
             if progress is not None:
                 progress(count)
         self._files.check_end(version, file, file.length)

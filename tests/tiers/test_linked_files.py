@@ -1,0 +1,313 @@
+"""What is the same as in the version before gets a second name instead of being written: which file, when, and when not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.base.errors import CorruptError, UsageError
+from holdfast.core.model import BundleRef, Seal, Version
+from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.manifest import BundleFile, Manifest
+from holdfast.tiers.storage.version_store import Storage, open_storage
+from tiers.faults import every_failure
+from tiers.samples import JOB_LAYOUT, STAMP, bundle, local_backend, new_store, piece, put, random_image, ref_of
+
+V1, V2, V3 = (Version(1, step) for step in (10, 20, 30))
+SIZE = 2 << 20
+
+
+class Frozen:
+    """The image of a bundle that stays as it is, until it is changed."""
+
+    def __init__(self, size: int = SIZE, bundle_id: str = "g0x1-aaaa-s123456-0") -> None:
+        one = bundle(bundle_id, piece("base", "U8", (size,)))
+        self.image = random_image(one)
+        self.ref: BundleRef = ref_of(one)
+
+    @property
+    def seal(self) -> Seal:
+        return image_format.seal(self.ref.bundle_id, self.image)
+
+    def write(self, store: Storage, version: Version) -> BundleFile:
+        return store.bundles.write(version, self.ref, self.seal, memoryview(self.image), stamp=STAMP)
+
+    def save(self, store: Storage, version: Version) -> BundleFile:
+        file = self.write(store, version)
+        name, length, digest = store.write_part(version, 0, [file], stamp=STAMP)
+        store.commit(Manifest(version, store.job_id(), 1, JOB_LAYOUT, None, {name: (length, digest)}), stamp=STAMP)
+        return file
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Storage:
+    return new_store(tmp_path / "root")
+
+
+def path_of(store: Storage, version: Version, file: BundleFile) -> Path:
+    return Path(store.bundles.where(version, file))
+
+
+def counted(store: Storage) -> tuple[int, int]:
+    """Bytes that were written, and that were linked."""
+    counters = store.bundles._events.counters()
+    return int(counters.get("storage_written_bytes", 0)), int(counters.get("storage_linked_bytes", 0))
+
+
+def test_the_same_is_written_once_and_each_version_stands_alone(store: Storage) -> None:
+    frozen = Frozen()
+    files = [frozen.save(store, version) for version in (V1, V2, V3)]
+    length = len(frozen.image)
+    assert counted(store) == (length, 2 * length)
+    places = [path_of(store, version, file) for version, file in zip((V1, V2, V3), files, strict=True)]
+    assert {place.stat().st_ino for place in places} == {places[0].stat().st_ino}
+    assert store.bundles._events.counters()["storage_written_bytes"] == length
+    for version in (V1, V2):
+        shutil.rmtree(places[0].parent.parent / str(version))
+    store.bundles.verify(V3, files[2])
+    assert places[2].stat().st_nlink == 1
+    assert list((places[2].parent.parent / ".tmp").iterdir()) == []
+
+
+def test_one_bit_more_is_written_and_linked_from_then_on(store: Storage) -> None:
+    frozen = Frozen()
+    frozen.save(store, V1)
+    frozen.image[-1] ^= 1
+    second, third = frozen.save(store, V2), frozen.save(store, V3)
+    length = len(frozen.image)
+    assert counted(store) == (2 * length, length)
+    for version, file in ((V2, second), (V3, third)):
+        store.bundles.verify(version, file)
+        assert path_of(store, version, file).read_bytes() == bytes(frozen.image)
+
+
+def test_retention_frees_the_bytes_with_the_last_name(store: Storage) -> None:
+    frozen = Frozen()
+    files = {version: frozen.save(store, version) for version in (V1, V2)}
+    place = path_of(store, V2, files[V2])
+    store.retire(V1)
+    assert store.versions() == [V2]
+    assert place.stat().st_nlink == 1
+    store.bundles.verify(V2, files[V2])
+    # The file of a version that is gone is a source no more; the one of the newest is.
+    assert counted(store)[1] == len(frozen.image)
+    frozen.save(store, V3)
+    assert counted(store) == (len(frozen.image), 2 * len(frozen.image))
+
+
+def test_a_version_whose_file_is_gone_is_no_source(store: Storage) -> None:
+    frozen = Frozen()
+    place = path_of(store, V1, frozen.save(store, V1))
+    place.unlink()
+    store.bundles.verify(V2, frozen.save(store, V2))
+    assert counted(store) == (2 * len(frozen.image), 0)
+
+
+def test_small_files_are_written_again(store: Storage) -> None:
+    small = Frozen(1000)
+    small.save(store, V1)
+    small.save(store, V2)
+    assert counted(store) == (2 * len(small.image), 0)
+
+
+def test_encrypted_files_have_keys_of_their_own_and_are_written_again(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(bytes(range(32)).hex() + "\n")
+    key.chmod(0o600)
+    new_store(tmp_path / "root")
+    store = open_storage(
+        tmp_path / "root", new_store(tmp_path / "root").bundles._events, encryption=KeySource(str(key))
+    )
+    store.claim()
+    frozen = Frozen()
+    for version in (V1, V2):
+        store.bundles.verify(version, frozen.save(store, version))
+    assert counted(store)[1] == 0
+
+
+def test_another_process_and_another_start_write_a_copy_of_their_own(tmp_path: Path) -> None:
+    """So damage of one file does not reach into whatever comes later for ever."""
+    frozen = Frozen()
+    first = path_of(store := new_store(tmp_path / "root"), V1, frozen.save(store, V1))
+    store = new_store(tmp_path / "root")
+    second = path_of(store, V2, frozen.save(store, V2))
+    assert counted(store) == (len(frozen.image), 0)
+    assert first.stat().st_ino != second.stat().st_ino
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "grown", "cut", "a link", "a directory"])
+def test_a_file_that_somebody_changed_is_no_source(store: Storage, how: str) -> None:
+    frozen = Frozen()
+    place = path_of(store, V1, frozen.save(store, V1))
+    data = place.read_bytes()
+    if how == "written":  # the same bytes: nobody can tell what else was done
+        with place.open("r+b") as file:
+            file.write(data)
+    elif how == "replaced":
+        place.with_name("other").write_bytes(data)
+        place.with_name("other").rename(place)
+    elif how == "grown":
+        place.write_bytes(data + b"0")
+    elif how == "cut":
+        os.truncate(place, len(data) - 1)
+    elif how == "a link":
+        place.rename(place.parent.parent / "aside")
+        place.symlink_to(place.parent.parent / "aside")
+    else:
+        place.unlink()
+        place.mkdir()
+    file = frozen.save(store, V2)
+    assert counted(store) == (2 * len(data), 0)
+    store.bundles.verify(V2, file)
+    assert list((place.parent.parent / ".tmp").iterdir()) == []
+
+
+def test_damage_that_nothing_shows_is_found_within_some_versions(
+    store: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The time of the last write is put back, as a failing disk leaves it."""
+    frozen = Frozen(9 << 20)  # two chunks
+    place = path_of(store, V1, frozen.save(store, V1))
+    status = place.stat()
+    with place.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([frozen.image[-1] ^ 1]))
+    os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+    versions = [Version(1, 11 + number) for number in range(3)]
+    files = [frozen.save(store, version) for version in versions]
+    assert counted(store)[0] == 2 * len(frozen.image), "a whole round proves every chunk, and then it is written anew"
+    store.bundles.verify(versions[-1], files[-1])
+    assert "it is written anew" in caplog.text
+    with pytest.raises(CorruptError):
+        store.bundles.verify(V1, files[0])
+
+
+def test_a_file_in_which_damage_was_read_is_no_source(store: Storage) -> None:
+    frozen = Frozen()
+    file = frozen.save(store, V1)
+    store.bundles.distrust(frozen.ref.bundle_id)
+    frozen.save(store, V2)
+    assert counted(store) == (2 * len(frozen.image), 0)
+    place = path_of(store, V2, file)
+    with place.open("r+b") as opened:
+        opened.write(b"\0")
+    with pytest.raises(CorruptError):
+        store.bundles.verify(V2, file)
+    frozen.save(store, V3)
+    assert counted(store) == (3 * len(frozen.image), 0)
+
+
+@pytest.mark.parametrize("code", [errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP])
+def test_where_no_name_can_be_added_it_is_written(store: Storage, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    frozen = Frozen()
+    frozen.save(store, V1)
+    real = os.link
+
+    def refuse(old: Any, new: Any, **where: Any) -> None:
+        if not str(old).endswith(".safetensors"):
+            return real(old, new, **where)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    store.bundles.verify(V2, frozen.save(store, V2))
+    assert counted(store) == (2 * len(frozen.image), 0)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_fault_at_any_call_ends_in_an_error_or_in_a_whole_file(
+    store: Storage, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    frozen = Frozen()
+    frozen.save(store, V1)
+    steps = iter(range(100, 1000))
+    wrote: list[Version] = []
+
+    def attempt() -> None:
+        frozen.write(store, Version(1, 10))  # a source, if the one before was lost to a fault
+        version = Version(1, next(steps))
+        wrote.append(version)
+        frozen.write(store, version)
+
+    failures = list(every_failure(monkeypatch, attempt, code))
+    assert any(noticed for _, noticed in failures)
+    for version in wrote:
+        directory = path_of(store, version, BundleFile.of(frozen.ref, frozen.seal, "")).parent
+        found = list(directory.glob("*.safetensors")) if directory.exists() else []
+        assert all(file.read_bytes() == bytes(frozen.image) for file in found), "a name without all of its bytes"
+
+
+def test_only_what_was_put_here_and_no_other_name_is_linked(tmp_path: Path) -> None:
+    backend = local_backend(tmp_path / "root")
+    put(backend, "v1/file", b"bytes")
+    assert not backend.link("v2/file", "v1/other", stamp=STAMP)
+    assert not LocalBackend(tmp_path / "root").link("v2/file", "v1/file", stamp=STAMP)
+    assert backend.link("v2/file", "v1/file", stamp=STAMP)
+    assert backend.link("v2/file", "v1/file", stamp=STAMP), "again: it is there"
+    assert backend.read("v2/file") == b"bytes"
+    put(backend, "v1/file", b"other")
+    assert backend.read("v2/file") == b"bytes", "what replaces a name leaves the others"
+    assert list((tmp_path / "root" / ".tmp").iterdir()) == []
+    with pytest.raises(UsageError):
+        backend.link("v2/../../file", "v1/file", stamp=STAMP)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from holdfast.tiers.storage.version_store import open_storage
+from tiers.samples import new_store
+from tiers.test_linked_files import Frozen, V1, V2
+store = new_store(Path(sys.argv[1]))
+frozen = Frozen()
+frozen.save(store, V1)
+number = 0
+for name in ("link", "rename", "fsync", "unlink", "open", "mkdir"):
+    def wrap(real):
+        def call(*args, **kwargs):
+            global number
+            if number == int(sys.argv[2]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            number += 1
+            return real(*args, **kwargs)
+        return call
+    setattr(os, name, wrap(getattr(os, name)))
+frozen.save(store, V2)
+print(number)
+"""
+
+
+def life(root: Path, at: int) -> subprocess.CompletedProcess[str]:
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+    return subprocess.run(
+        [sys.executable, "-c", KILLED, str(root), str(at)],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_call_leaves_whole_versions(tmp_path: Path) -> None:
+    whole = life(tmp_path / "whole", -1)
+    assert whole.returncode == 0, whole.stderr
+    frozen, ends = Frozen(), []
+    for at in range(int(whole.stdout)):
+        root = tmp_path / str(at)
+        assert life(root, at).returncode == -signal.SIGKILL
+        store = new_store(root)
+        ends.append(store.versions())
+        for version in ends[-1]:
+            (file,) = store.manifest(version).bundles
+            store.bundles.verify(version, file)
+        frozen.save(store, V3)  # and the next one goes on
+        assert store.versions()[-1] == V3
+    assert [V1] in ends
+    assert [V1, V2] in ends
