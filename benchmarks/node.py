@@ -6,7 +6,7 @@ granted, and until both are mapped here. `call_minus_copy_ms`: what a `save()` c
 tensors, with `overlap=False`, for 300, 3,000 and 10,000 tensors of 4 KiB. `first_save_ratio`: the first such save of a
 job over the median of the later ones. `gather_ms` (told): looking at the state alone, its median and its worst.
 `question_p99_ms` (told): a question to the keeper of a rank that does nothing else.
-`question_p99_ms:W`: the same while a replica travels, to its sender and its receiver, the worse of both: `plain` on Unix
+`busy_question_p99_ms:W`: the same while a replica travels, to its sender and its receiver, the worse of both: `plain` on Unix
 sockets, `tls`, and `lines` by LINES limited lines under TLS. Where the system allows it, keepers and asker are real-time
 processes, so that other work of the machine does not count (`alone`). The same without a replica is told.
 
@@ -266,7 +266,7 @@ def questions(report: Report, name: str, pair: replicate.Pair, rounds: int) -> N
 
     during = p99_ms(busy)
     report.figure(
-        f"question_p99_ms:{name}",
+        f"busy_question_p99_ms:{name}",
         max(during),
         "ms",
         "<= 1",

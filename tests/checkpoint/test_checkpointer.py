@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -34,8 +35,10 @@ from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.save import save_handle as handles
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.state.stateful import REMOVED
-from holdfast.core.model import Version
+from holdfast.core.model import Level, Topology, Version
+from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.messages import Progress
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee, kill_keeper, leave, wait_gone
@@ -627,6 +630,19 @@ def test_wrong_calls_say_what_to_do(make: Make, tmp_path: Path) -> None:
     with pytest.raises(holdfast.HoldfastError, match=r"not ours|someone|foreign"):
         make(trainee, path=foreign).restore()
     assert (foreign / "thesis.tex").exists()
+
+
+def test_a_wait_for_copies_that_nobody_makes_ends_when_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "PROGRESS_S", 0.01)
+    captured = Announced(0, lambda: True)
+    captured.take(Progress(version=Version(1, 3), reached=(Level.CAPTURED,), reason="all sealed it", abandoned=False))
+    client: Any = SimpleNamespace(announced=captured, alive=True)
+    handle = handles.SaveHandle(
+        Version(1, 3), Level.REPLICATED, client=lambda: client, last_client=lambda: client, settle=lambda _: None,
+        topology=Topology(("a", "b"), (0, 1), redundancy="none"), timeout_s=600.0,
+    )  # fmt: skip
+    with pytest.raises(LevelNotReached, match="is captured, and nothing makes it replicated: redundancy is none"):
+        handle.wait()
 
 
 def test_going_back_leaves_nothing_in_a_dict_that_came_later(make: Make) -> None:

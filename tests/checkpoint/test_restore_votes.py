@@ -179,3 +179,9 @@ def test_a_copy_that_is_whole_and_not_the_one_agreed_on_is_a_fault() -> None:
     assert [source.located for source in restorer._readable([fetch], [right], faults)] == [right]
     assert list(restorer._readable([fetch], [wrong], faults)) == []
     assert faults == [Fault(ref.bundle_id, 2, "the copy is not the one that was agreed on")]
+
+
+def test_a_report_has_a_word_for_every_source() -> None:
+    for source in Source:
+        name = source.name.lower()
+        assert restorer.RestoreReport(Version(1, 1), "", bytes={name: 1}).source

@@ -56,6 +56,19 @@ def test_links_that_lead_nowhere_and_a_damaged_record_are_problems(checkpoint: P
     assert (found.state, "cannot be opened" in found.detail) == ("problem", True)
 
 
+def test_a_place_where_nothing_can_be_made_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in /proc for root, or where no inode is left."""
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    found = list(doctor.storage_checks(tmp_path))[-1]
+    assert (found.name, found.state) == ("rights", "problem")
+    assert "No space left" in found.detail
+    assert "free space" in found.remedy
+
+
 def test_a_checkpoint_directory_stays_as_it_was(holdfast: Run, checkpoint: Path, runtime_dir: Path) -> None:
     before = sorted(checkpoint.rglob("*"))
     assert holdfast("doctor", checkpoint).returncode == 0

@@ -14,6 +14,7 @@ import pytest
 from cli.conftest import Run
 from command_kit import ask
 from holdfast.base.events import Events
+from holdfast.cli import groups_command
 from holdfast.cli.console import size_text
 from holdfast.cli.planning import plan
 from holdfast.cli.rank_ranges import names_text, ranks_text
@@ -21,7 +22,7 @@ from holdfast.core.layout.bundles import fingerprint, plan_bundles
 from holdfast.core.layout.cost_plan import JobPlan, uniform
 from holdfast.core.layout.job_layout import JobLayout, Mesh, Tensor
 from holdfast.core.layout.placement import OWN, REPLICATE, shard
-from holdfast.core.model import BundleRef, Topology, Version
+from holdfast.core.model import BundleRef, Extent, Shard, Topology, Version
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import memory_pages
 from holdfast.tiers.memory.slots import SPARE_BYTES, slot_bytes
@@ -212,6 +213,61 @@ def test_plan_names_what_is_unprotected_and_fails(holdfast: Run, tmp_path: Path)
     assert "LOST" in text.stdout
     assert "8 ranks on 1 node," in text.stdout
     assert "model.layers.0.weight" in text.stdout
+
+
+SHARDED = """
+ranks_per_node = 1
+mesh = { dp = 8 }
+[[tensors]]
+name = "w"
+dtype = "F32"
+shape = [67108864, 8]
+place = { dp = "shard(0)" }
+"""
+
+
+def test_plan_counts_the_memory_of_every_redundancy(holdfast: Run, tmp_path: Path) -> None:
+    path, found = described(tmp_path, SHARDED), {}
+    for way in ("replica", "parity:8", "none"):
+        (node,) = document(holdfast("plan", path, "--redundancy", way, "--json"), int(way == "none"))["nodes"]
+        found[way] = node["host_bytes"] / node["copied_bytes"]
+        assert node["if_it_dies"]["lost_bytes"] == (node["copied_bytes"] if way == "none" else 0)
+    assert {way: round(value, 1) for way, value in found.items()} == {"replica": 4.0, "parity:8": 2.3, "none": 2.0}
+    text = holdfast("plan", path, "--redundancy", "parity:8").stdout
+    assert "keeps parity" in text
+    assert "from parity on the other nodes of its group" in text
+    assert "Parity is kept in 1 group of 8 nodes." in text
+
+
+def test_plan_says_what_two_nodes_of_a_parity_group_take_along(holdfast: Run, tmp_path: Path) -> None:
+    path = described(tmp_path, SHARDED)
+    words = ("plan", path, "--redundancy", "parity:4", "--json", "--lost-nodes")
+    assert document(holdfast(*words, "0,1"))["lost"]["tensors"] == [], "they are of two groups"
+    assert len(document(holdfast(*words, "0,2"), 1)["lost"]["tensors"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "keepers", "said"),
+    [
+        ("parity:3", {0: [1, 2], 1: [0, 2], 2: [0, 1]}, "parity on node1, node2 saves it"),
+        ("none", {}, "UNPROTECTED, but for what is in storage: redundancy is none"),
+        ("replica", {0: [1], 1: [2], 2: [0]}, "a replica on node1 saves it"),
+    ],
+)
+def test_groups_names_who_saves_what_one_node_holds(
+    redundancy: str, keepers: dict[int, list[int]], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = {node: [Shard("w", "F32", (12,), Extent((4 * node,), (4,)), (node,))] for node in range(3)}
+    topology = uniform(3, 1, redundancy)
+    assert groups_command._keepers(alone, topology) == keepers
+    groups_command._print_alone(alone, topology)
+    assert said in capsys.readouterr().out
+
+
+def test_plan_refuses_what_is_no_redundancy(holdfast: Run, tmp_path: Path) -> None:
+    answer = holdfast("plan", described(tmp_path), "--redundancy", "parity:2")
+    assert answer.returncode == 2
+    assert "a group of parity has at least 3 nodes" in answer.stderr
 
 
 def test_plan_says_what_any_set_of_nodes_or_ranks_takes_along(holdfast: Run, tmp_path: Path, saved: Path) -> None:

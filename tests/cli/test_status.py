@@ -118,6 +118,13 @@ def test_a_person_is_told_what_is_safe_what_is_behind_and_what_is_wrong() -> Non
     assert not [line for line in _lines(alone) if line.startswith("lag")], "one node has no second one to be behind"
 
 
+def test_parity_is_told_apart_from_replicas() -> None:
+    kept = FACTS | {"replicas": [slot(2, "v8", rank=-1)], "parity": {"members": 4}}
+    lines = list(_lines(kept))
+    assert [line for line in lines if line.startswith("parity    of 3 nodes: ")]
+    assert not [line for line in lines if line.startswith(("replica", "backup"))]
+
+
 def test_who_watches_through_a_pipe_sees_each_look_and_ends_it_when_he_likes(runtime_dir: Path) -> None:
     code = "import sys; from holdfast.cli.cli import app; app(['status', '--watch', '0.1', '--json'])"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell in the background ignore it

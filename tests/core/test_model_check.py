@@ -48,6 +48,8 @@ SOUND = {
     "a node does not wait for second copies": Bounds(PAIR, replicas=True, impatience=1, max_step=2),
     "second copies are made again": Bounds(PAIR, replicas=True, repeats=1, max_step=3),
     "parity": Bounds(THREE, replicas=True, parity=True, max_step=2),
+    "parity, and a keeper dies": Bounds(THREE, replicas=True, parity=True, keeper_deaths=1, max_step=1),
+    "parity, and a trainer dies": Bounds(THREE, replicas=True, parity=True, trainer_deaths=1, max_step=1),
     "a second copy is written to storage": Bounds(PAIR, replicas=True, takeovers=1, max_step=2),
 }
 
@@ -78,8 +80,7 @@ DEEP = {
     "three versions with parity": Bounds(THREE, replicas=True, parity=True),
     "a node stops waiting for parity": Bounds(THREE, replicas=True, parity=True, impatience=1, max_step=2),
     "parity is made again": Bounds(THREE, replicas=True, parity=True, repeats=1, max_step=2),
-    "parity, and a keeper dies": Bounds(THREE, replicas=True, parity=True, keeper_deaths=1, max_step=1),
-    "parity, and a trainer dies": Bounds(THREE, replicas=True, parity=True, trainer_deaths=1, max_step=1),
+    "parity, and a trainer dies later": Bounds(THREE, replicas=True, parity=True, trainer_deaths=1, max_step=2),
     "three slots and a trainer dies": Bounds(THREE, num_slots=3, max_step=2, trainer_deaths=1, skips=1),
 }
 

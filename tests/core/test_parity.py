@@ -204,7 +204,7 @@ class Group:
             for node in range(size)
         )
         self.memory = [MemoryCopy(V, n, n, seal) for n, seals in enumerate(self.covers) for seal in seals]
-        self.pieces = [PieceCopy(node, Piece(V, node, self.covers)) for node in range(size)]
+        self.pieces = [PieceCopy.of(node, Piece(V, node, self.covers)) for node in range(size)]
         self.stored: dict[Version, Stored] = {}
 
     def lose(self, *nodes: int) -> None:
@@ -271,14 +271,14 @@ def test_one_thing_more_that_is_missing_or_different_makes_no_parity(what: str) 
         group.memory = [bad if copy.seal.bundle_id == "b2-1" else copy for copy in group.memory]
     else:
         covers = (*group.covers[:3], (Seal("b3-0", 9, "another digest"), group.covers[3][1]))
-        group.pieces = [PieceCopy(c.node, Piece(V, c.node, covers)) if c.node == 2 else c for c in group.pieces]
+        group.pieces = [PieceCopy.of(c.node, Piece(V, c.node, covers)) if c.node == 2 else c for c in group.pieces]
     assert choose_version(group.facts()).value is None
 
 
 def test_pieces_of_another_version_make_nothing() -> None:
     group = Group()
     group.lose(0)
-    group.pieces = [PieceCopy(c.node, Piece(Version(1, 4), c.node, group.covers)) for c in group.pieces]
+    group.pieces = [PieceCopy.of(c.node, Piece(Version(1, 4), c.node, group.covers)) for c in group.pieces]
     assert choose_version(group.facts()).value is None
 
 

@@ -1,5 +1,7 @@
 """One rank of the node-loss test: a small HSDP 2 x 2 model, shards inside a node, twins across. Not a test itself.
 
+With the variable ALL_SHARDED every rank holds a shard of its own.
+
 python hsdp_worker.py first|second ROOT OUT: `first` trains a reference without holdfast, starts again with it, and
 waits to be killed when step LAST_OF_FIRST is replicated. `second` comes back and trains until SIGTERM.
 """
@@ -34,7 +36,10 @@ class Job:
         self.model = torch.nn.Sequential(
             torch.nn.Linear(12, 33), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(33, 5)
         )
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        if "ALL_SHARDED" in os.environ:  # no two ranks hold the same
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         for layer in (self.model[0], self.model[3]):
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)

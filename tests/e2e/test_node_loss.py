@@ -31,15 +31,16 @@ NODES = ("a", "a", "b", "b")
 
 
 class Cluster:
-    """Four ranks on two node labels, with one log per rank."""
+    """Four ranks on these node labels, with one log per rank."""
 
-    def __init__(self, home: Path, runtime_dir: Path) -> None:
-        self.home, self.runtime_dir = home, runtime_dir
+    def __init__(self, home: Path, runtime_dir: Path, nodes: tuple[str, ...] = NODES, settings: str = "") -> None:
+        self.home, self.runtime_dir, self.nodes = home, runtime_dir, nodes
+        self.environment: dict[str, str] = {}
         # The nodes meet as those of two machines do: over TCP, proved by the job's secret.
         secret, self.settings = home / "job.secret", home / "settings.toml"
         secret.touch(0o600)
         secret.write_text(os.urandom(32).hex())
-        self.settings.write_text(f'listen = "127.0.0.1"\nsecret_file = "{secret}"\n')
+        self.settings.write_text(f'listen = "127.0.0.1"\nsecret_file = "{secret}"\n{settings}')
         self.ranks: list[forked.Popen] = []
 
     def start(self, part: str) -> None:
@@ -51,11 +52,11 @@ class Cluster:
     def _start(self, part: str, rank: int, port: int) -> forked.Popen:
         environment = {
             **os.environ,
-            "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2),
+            "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(self.nodes[:rank].count(self.nodes[rank])),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1", "HOLDFAST_NODE_LABEL": NODES[rank],
+            "OMP_NUM_THREADS": "1", "HOLDFAST_NODE_LABEL": self.nodes[rank],
             "GROUP_INFO_FILE": str(self.home / "made" / "rank_{rank}" / "group_info.pb"),
-            "HOLDFAST_CONFIG": str(self.settings),
+            "HOLDFAST_CONFIG": str(self.settings), **self.environment,
         }  # fmt: skip
         with (self.home / f"{part}-{rank}.log").open("wb") as log:
             return forked.Popen(
@@ -130,6 +131,43 @@ def test_a_lost_node_comes_back_from_its_twins_and_replicas_and_a_stop_is_agreed
         assert after["trained"] == dict(pairs(before["reference"], after["trained"]))
     versions = open_storage(cluster.home / "job", Events()).versions()
     assert [(v.incarnation, v.step) for v in versions] == [(2, stops.pop())], "the last step is durable"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, runtime_dir: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, runtime_dir, ("a", "b", "c", "d"), 'redundancy = "parity:4"\n')
+    cluster.environment = {"ALL_SHARDED": "1"}
+    yield cluster
+    cluster.end()
+    end_keepers(runtime_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_lost_node_of_four_comes_back_bit_for_bit_from_parity(sharded: Cluster) -> None:
+    """FSDP2 over four nodes: no twin holds what the lost one held."""
+    sharded.start("first")
+    sharded.until(lambda: all((sharded.home / f"first-{rank}.json").exists() for rank in range(4)))
+    first = sharded.facts("first")
+    sharded.ranks[2].kill()
+    sharded.keeper("c").kill()
+    sharded.end()
+
+    sharded.start("second")
+    sharded.until(lambda: all((sharded.home / f"trains-{rank}").exists() for rank in range(4)))
+    sharded.ranks[0].send_signal(signal.SIGTERM)
+    sharded.until(lambda: all(rank.poll() is not None for rank in sharded.ranks))
+    assert [rank.returncode for rank in sharded.ranks] == [0] * 4, sharded.logs()
+
+    second = sharded.facts("second")
+    assert {facts["version"] for facts in second} == {f"i000001-s{hsdp_worker.LAST_OF_FIRST:010d}"}
+    assert "parity" in second[2]["bytes"], "what the lost rank alone held"
+    for rank in (0, 1, 3):
+        assert set(second[rank]["bytes"]) == {"slot"}
+    assert not any("storage" in facts["bytes"] for facts in second)
+    for before, after in zip(first, second, strict=True):
+        assert len(after["saved"]) >= 2
+        assert after["trained"] == dict(pairs(before["reference"], after["trained"])), "as if nothing had happened"
 
 
 def pairs(reference: list[str], trained: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -90,6 +90,21 @@ def test_a_rank_that_does_not_end_behind_its_last_line_has_its_name() -> None:
     assert "Nothing is killed" in said
 
 
+def test_rank_that_is_stopped_behind_its_last_line_is_called_stopped() -> None:
+    """It would be waited for without an end, and its stack shows nothing."""
+    rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert "stopped" not in awaited({1: rank.pid}, 60.0, num_ended=1)
+        rank.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+        assert f"process {rank.pid}, which is stopped: `kill -CONT {rank.pid}`" in awaited(
+            {1: rank.pid}, 60.0, num_ended=1
+        )
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
 REPORTS = """
 import atexit, os, pathlib, time
 def report():

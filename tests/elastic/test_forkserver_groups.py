@@ -45,6 +45,48 @@ def test_what_a_worker_that_failed_had_started_ends_with_it(end: str, fate: str)
     assert answer.stdout.split() == [fate, "True"], answer.stderr
 
 
+# A launcher that is killed before it read what its fork server told it; says whether the worker and its child end.
+UNREAD = """
+import os, select, signal, socket, sys, time
+from holdfast.elastic.processes.forkserver import _ForkServerProcess
+read, write = os.pipe()
+worker = os.fork()
+if worker == 0:
+    os.setsid()
+    child = os.fork()
+    if child:
+        os.write(write, str(child).encode())
+    time.sleep(600)
+child = os.pidfd_open(int(os.read(read, 20)))
+ours, theirs = socket.socketpair()
+server = os.fork()
+if server == 0:
+    ours.close()
+    keeper = _ForkServerProcess(theirs, lambda *_: 0)
+    keeper._pidfds[os.pidfd_open(worker)] = worker
+    keeper.greet()
+    os.write(write, b"told")
+    sys.exit(keeper.serve())
+os.read(read, 4)
+theirs.close()
+ours.close()  # with the greeting in it: the other end is reset
+_, status = os.waitpid(server, 0)
+ended = bool(select.select([child], [], [], 20)[0])
+if not ended:
+    signal.pidfd_send_signal(child, signal.SIGKILL)
+os.kill(worker, signal.SIGKILL)
+os.waitpid(worker, 0)
+print(os.waitstatus_to_exitcode(status), ended)
+"""
+
+
+def test_launcher_that_ends_with_words_unread_takes_its_workers_along() -> None:
+    command = [sys.executable, "-c", UNREAD]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert answer.stdout.split() == ["0", "True"], answer.stderr
+    assert answer.stderr == ""
+
+
 # A fork server that is stopped, and a worker of it that ends as it is told; says what the launcher makes of that.
 STOPPED = """
 import os, signal, socket, sys

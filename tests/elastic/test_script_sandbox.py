@@ -58,6 +58,16 @@ def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: ScriptSand
     assert not torch.is_anomaly_enabled()
 
 
+def test_each_rank_that_seeds_nothing_draws_its_own_numbers(stage: ScriptSandbox) -> None:
+    """As new processes do; and each its own again when it runs again."""
+    drawn = []
+    for rank in ("0", "1", "7", "1"):
+        stage.enter(RunOrder(2, {**os.environ, "RANK": rank}, ("script.py",)))
+        drawn.append(torch.rand(1).item())
+    assert len(set(drawn[:3])) == 3
+    assert drawn[3] == drawn[1]
+
+
 # How a switch is read and set, and what no other test sets it to.
 SWITCHED: tuple[tuple[Any, Any, Any], ...] = (
     (lambda: torch.get_autocast_dtype("cpu"), lambda other: torch.set_autocast_dtype("cpu", other), torch.float16),

@@ -110,6 +110,29 @@ def test_what_comes_in_another_order_has_its_own_place(source: Source, proxy: Pr
     assert len(came) == CHUNKS + 1
 
 
+def test_chunks_from_the_middle_come_by_several_lines_and_are_proved(source: Source, proxy: Proxy) -> None:
+    proxy.damage = gate = Gate(lines=3)
+    reader = source.reader(f"unix:{proxy.path}", four())
+    try:
+        seal = source.seal(reader)
+        target = bytearray(3 * CHUNK_BYTES)
+        told: list[int] = []
+        reader.read_chunks_into(source.version, seal, 2, memoryview(target), told.append)
+        assert target == source.images[source.version][2 * CHUNK_BYTES : 5 * CHUNK_BYTES]
+        assert (len(gate.seen), told) == (3, [CHUNK_BYTES] * 3), "a line for each chunk"
+
+        proxy.damage = damaged
+        with pytest.raises(CorruptError, match=r"chunk [234] of image"):
+            reader.read_chunks_into(source.version, seal, 2, memoryview(target), told.append)
+    finally:
+        reader.close()
+
+
+def damaged(data: bytearray) -> bool:
+    data[-1] ^= 1
+    return False
+
+
 def test_a_small_image_comes_by_one_line(make_rig: MakeRig, base: Path) -> None:
     source = Source(make_rig(own_bytes=2 * CHUNK_BYTES))
     with Proxy(source.rig.keeper(0).socket, base / "p") as proxy:

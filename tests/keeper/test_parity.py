@@ -154,7 +154,7 @@ def test_a_node_that_came_back_gets_its_parity_again_and_another_may_go(make_rig
 
 def _has_all_pieces(trainer: Trainer, version: Version) -> bool:
     pieces = trainer.client.inventory().parity
-    return {copy.node for copy in pieces if copy.piece.version == version} == set(range(NUM_NODES))
+    return {copy.node for copy in pieces if copy.version == version} == set(range(NUM_NODES))
 
 
 def test_two_lost_nodes_come_back_from_storage_with_the_reason(make_rig: MakeRig) -> None:

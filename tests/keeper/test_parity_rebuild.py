@@ -38,6 +38,7 @@ class Members:
         self.said = [Piece(V, member, self.covers) for member in range(SIZE)]
         self.pieces = [self.made(member) for member in range(SIZE)]
         self.sealed: dict[str, Seal] = {}
+        self.asked: list[tuple[int, bool]] = []
 
     def made(self, keeper: int, *, missed: tuple[int, int] | None = None, turned: int = 0) -> bytearray:
         """The parity that a member makes; without one chunk of a row and member, or of the stripes beside the right ones."""
@@ -60,7 +61,7 @@ class Members:
     def reader(self) -> ParityReader:
         return ParityReader(lambda node: _Peer(self, node))  # type: ignore[arg-type,return-value]
 
-    def rebuilt(self, name: str = f"m{LOST}-big") -> bytes:
+    def rebuilt(self, name: str = f"m{LOST}-big", reader: ParityReader | None = None) -> bytes:
         """The lost member's image, made anew; its parity is sealed as it is now."""
         data = self.images[LOST][name]
         seal = next(seal for seal in self.covers[LOST] if seal.bundle_id == name)
@@ -69,7 +70,7 @@ class Members:
         fetch = Fetch(BundleRef(name, (LOST,)), brief, Source.PARITY, REBUILT, parity=nodes)
         found = bytearray(len(data))
         told: list[int] = []
-        assert self.reader().read(V, fetch, 0, memoryview(found), told.append) == seal
+        assert (reader or self.reader()).read(V, fetch, 0, memoryview(found), told.append) == seal
         assert sum(told) == len(found)
         return bytes(found)
 
@@ -82,12 +83,13 @@ class _Peer:
         self._members = members
         self._node = node
 
-    def parity(self, _: Version, bundle_id: str) -> tuple[Piece, Seal]:
+    def parity(self, _: Version, bundle_id: str, *, known: bool = False) -> tuple[Piece | None, Seal]:
         piece = self._members.said[self._node]
         seal = next((s for seals in piece.covers for s in seals if s.bundle_id == bundle_id), None)
         if seal is None:
             raise VersionNotFound("there is none")
-        return piece.brief, seal
+        self._members.asked.append((self._node, known))
+        return None if known else piece.brief, seal
 
     def _bytes(self, name: str) -> bytearray:
         if name == self._members.said[self._node].name:
@@ -118,6 +120,14 @@ class _Peer:
 def test_every_image_of_a_lost_member_is_made_anew(name: str) -> None:
     members = Members()
     assert members.rebuilt(name) == bytes(members.images[LOST][name])
+
+
+def test_what_all_members_said_of_one_image_is_asked_of_one_for_the_next() -> None:
+    members = Members()
+    reader = members.reader()
+    for name in (f"m{LOST}-big", f"m{LOST}-small"):
+        assert members.rebuilt(name, reader) == bytes(members.images[LOST][name])
+    assert members.asked == [(0, False), (2, False), (0, True)]
 
 
 def test_one_chunk_alone_is_made_anew() -> None:

@@ -172,7 +172,7 @@ def test_memory_that_is_just_being_made_and_other_memory_files_are_no_slots() ->
 
 
 def test_wrong_usage_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["crash", "--trials", "-1"], ["flood"]):
+    for arguments in (["crash", "--trials", "-1"], ["crash", "--trials", "0"], ["crash", "--only", "-1"], ["flood"]):
         with pytest.raises(SystemExit) as error:
             main(arguments)
         assert error.value.code == 2

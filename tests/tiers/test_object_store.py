@@ -33,7 +33,7 @@ from holdfast.keeper.storage.retention import RetentionRunner
 from holdfast.testing.contracts.backend import CHECKS
 from holdfast.tiers.backends import object_store
 from holdfast.tiers.backends.concurrency_limit import Limited
-from holdfast.tiers.backends.interface import Backend
+from holdfast.tiers.backends.interface import TEMPORARY, Backend
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.backends.object_store import INSTALLED, PART_BYTES, ObjectStoreBackend
 from holdfast.tiers.backends.retry import Policy, Retrying
@@ -257,6 +257,18 @@ def test_a_store_that_ignores_the_condition_is_refused_at_the_start(server: Serv
         with pytest.raises(StorageUnfit, match="exactly once"):
             Storage(stacked(prefix), Events()).claim()
     assert bucket(prefix).listing("") == []
+
+
+def test_probe_that_shows_late_is_made_again(server: Server, prefix: str) -> None:
+    late = ["404"]
+
+    def plan(request: Request) -> str:
+        return late.pop() if late and request.method == "GET" and "/probe-" in request.path else ""
+
+    with server.planned(plan):
+        Storage(stacked(prefix), Events()).claim()
+    assert not late
+    assert bucket(prefix).listing(TEMPORARY) == []
 
 
 def test_a_bucket_that_is_not_there_is_named(server: Server) -> None:

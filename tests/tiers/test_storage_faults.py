@@ -21,12 +21,14 @@ from holdfast.base.errors import (
     HoldfastError,
     InUse,
     NewerFormat,
+    StorageBusy,
     StorageError,
     VersionNotFound,
 )
 from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.tiers.backends import posix_io as files
+from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage import bundle_files
 from holdfast.tiers.storage.incarnations import make_stamp
@@ -269,6 +271,29 @@ def test_a_file_that_shows_late_is_waited_for_where_names_lag(
     appears.start()
     verify(lagging, V1)
     appears.join()
+
+
+@pytest.mark.parametrize("name", ["manifest-0.json", "safetensors"])
+def test_file_that_is_listed_and_not_found_is_no_damage(
+    store: Storage, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A gateway in front of a bucket, or a cache of names, may answer so for a while. Whoever takes it for damage goes back."""
+    save(store, V1)
+    met: list[str] = []
+
+    def hidden(self: LocalBackend, asked: str) -> Any:
+        if asked.endswith(name):
+            met.append(asked)
+            raise VersionNotFound(f"there is no {asked}", where=self._where(asked))
+        return open_old(self, asked)
+
+    open_old = LocalBackend._open_old
+    monkeypatch.setattr(LocalBackend, "_open_old", hidden)
+    with pytest.raises(StorageBusy, match="lists a file"):
+        verify(store, V1)
+    assert met
+    monkeypatch.undo()
+    verify(store, V1)
 
 
 def test_a_remote_file_system_is_known_by_the_table_of_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,51 @@ def test_pinned_versions_are_not_retired(store: Storage) -> None:
     assert store.versions() == []
 
 
+@pytest.mark.parametrize("how", ["pin", "hold", "unreadable"])
+def test_version_that_is_marked_in_the_moment_of_its_removal_stays(
+    store: Storage, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Somebody asks for it between our question and the removal. Who gets no answer then does not go on either."""
+    manifest, delete = save(store, V1), LocalBackend.delete
+    other = open_storage(store.where, Events())
+
+    def late(self: LocalBackend, *names: str) -> None:
+        monkeypatch.setattr(LocalBackend, "delete", delete)
+        if how == "pin":
+            other.marks.pin(V1)
+        elif how == "hold":
+            other.marks.hold(V1, make_stamp(1))
+        delete(self, *names)
+        if how == "unreadable":
+            monkeypatch.setattr(LocalBackend, "listing", refused)
+
+    def refused(self: LocalBackend, directory: str) -> list[tuple[str, int]]:
+        if directory == "pinned":
+            raise StorageError("the file server does not answer")
+        return listing(self, directory)
+
+    listing = LocalBackend.listing
+    monkeypatch.setattr(LocalBackend, "delete", late)
+    with pytest.raises(HoldfastError, match=r"is pinned|is held|does not answer"):
+        store.retire(V1)
+    monkeypatch.undo()
+    assert store.versions() == [V1]
+    assert verify(store, V1)
+    assert store.manifest(V1).bundles == manifest.bundles
+
+
+def test_pin_of_a_version_that_is_gone_says_so(store: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    save(store, V1)
+    store.pin(V1)
+    store.pin(V2)  # it may become durable later
+    assert "pinned" not in caplog.text
+    store.marks.unpin(V1)
+    save(store, V2)
+    store.retire(V1)
+    store.pin(V1)
+    assert f"{V1} is pinned, and nothing of it is in" in caplog.text
+
+
 def test_looking_imports_nothing_heavy() -> None:
     code = "import sys, holdfast.tiers.storage.version_store; sys.exit(bool({'numpy', 'torch', 'safetensors'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -62,6 +62,12 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The checkpoint directory, or a URL (file, s3, gs, az).")]
+Redundancy = Annotated[
+    str | None, typer.Option(metavar="WAY", help="Survive a lost node by replica, parity:K or none; default: replica.")
+]
+LikeRun = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Take failures, recovery and step time from the journal of this run.")
+]
 RanksPerNode = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of ranks on each node.")]
 RunningJob = Annotated[
     str | None, typer.Option(metavar="ROOT", help="The job that runs on this machine and saves to ROOT.")
@@ -267,11 +273,9 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     save_time: Annotated[
         str, typer.Option(metavar="TIME", help="Time that a save stops training; by default what it copies at 5 GB/s.")
     ] = "",
-    like: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Take failures, recovery and step time from the journal of this run."),
-    ] = None,
+    like: LikeRun = None,
     without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Assume no replicas.")] = False,
+    redundancy: Redundancy = None,
     lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these nodes.")] = "",
     lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these ranks.")] = "",
     pipeline: Annotated[
@@ -290,6 +294,7 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     holdfast plan job.toml --mesh dp=16
     holdfast plan --from /ckpts/run1 --mesh 8x4 --ranks-per-node 8
     holdfast plan job.toml --lost-nodes 2,3
+    holdfast plan job.toml --redundancy parity:8  with parity over 8 nodes in place of replicas
     holdfast plan job.toml --like run1            how often to save, after what run1 was like
     holdfast plan train.py --nnodes 2 --ranks-per-node 8 -- --width 4096
     holdfast plan --pipeline step.toml --html step.html
@@ -323,6 +328,7 @@ def plan(  # noqa: PLR0913 - an option is a parameter
             source,
             ranks_per_node=ranks_per_node,
             replicas=not without_replicas,
+            redundancy=redundancy,
             assumed=assumed,
             lost=loss_report.Question(lost_nodes, lost_ranks),
             as_json=json,

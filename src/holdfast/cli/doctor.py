@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from holdfast.keeper.rpc.messages import KEEPER
 from holdfast.keeper.rpc.paths import place_of
 from holdfast.keeper.rpc.spawn import network_of
 from holdfast.tiers.backends.interface import TEMPORARY, Backend
-from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.backends.local import LocalBackend, translate
 from holdfast.tiers.backends.open_url import is_bucket, open_backend
 from holdfast.tiers.memory import memory_pages
 from holdfast.tiers.memory.memory_budget import allowed_bytes, read_limits
@@ -239,7 +239,13 @@ def storage_checks(root: Path) -> Iterator[Check]:
     yield free_space(place)
     if root.is_dir() and (root / MARKER).is_file() and (root / TEMPORARY).is_dir():
         place = root / TEMPORARY
-    with trial_directory(place) as directory:
+    with ExitStack() as stack:
+        try:
+            directory = stack.enter_context(trial_directory(place))
+        except OSError as error:  # a full file system, or one that the kernel makes up
+            remedy = translate(error, str(place)).remedy
+            yield Check("rights", PROBLEM, f"nothing can be made in {place}: {error.strerror}", remedy)
+            return
         yield tried("write and fsync", lambda: durable_write(directory))
         yield tried("create once", lambda: create_once(directory))
         yield tried("direct writes", lambda: direct_writes(directory))

@@ -16,7 +16,7 @@ from holdfast.base.events import Events
 from holdfast.cli import console, rank_ranges
 from holdfast.cli.running_job import live_job
 from holdfast.cli.stored.versions import choose
-from holdfast.core.layout import replica_placement
+from holdfast.core.layout import parity_groups, replica_placement
 from holdfast.core.layout.cost_plan import uniform
 from holdfast.core.model import Extent, Shard, Topology
 from holdfast.tiers.format.image import Entry
@@ -52,7 +52,9 @@ def groups(root: str | None, version: str | None, *, job: str | None, ranks_per_
         rank_ranges.print_stand_ins(twins, topology)
         if topology is not None:
             _print_alone(alone, topology)
-    return console.PROBLEM if alone and topology is not None and len(topology.nodes) == 1 else console.GOOD
+    return (
+        console.PROBLEM if alone and topology is not None and parity_groups.is_unprotected(topology) else console.GOOD
+    )
 
 
 def _saved(root: str, version: str | None, ranks_per_node: int | None) -> _Subject:
@@ -122,8 +124,10 @@ def _alone(found: _Groups, topology: Topology) -> dict[int, list[Shard]]:
 
 
 def _keepers(alone: Mapping[int, Sequence[Shard]], topology: Topology) -> dict[int, list[int]]:
-    """Return, by node that holds something alone, the nodes that keep its replicas; empty in a job of one node."""
-    if len(topology.nodes) < 2:
+    """Return, by node that holds something alone, the nodes that keep its replicas or parity; empty where nothing does."""
+    if groups := parity_groups.by_node(topology):
+        return {node: [other for other in groups[node] if other != node] for node in alone}
+    if not parity_groups.keeps_replicas(topology):
         return {}
     totals = [sum(shard.num_bytes for shard in alone.get(node, ())) for node in range(len(topology.nodes))]
     shares = replica_placement.shares(totals, topology)
@@ -166,12 +170,18 @@ def _nodes_document(topology: Topology | None, alone: Mapping[int, Sequence[Shar
             "ranks": topology.ranks_on(node),
             "alone_bytes": sum(shard.num_bytes for shard in alone.get(node, ())),
             "alone": _names(alone.get(node, ())),
-            "replica_on": next(iter(_keepers(alone, topology).get(node, ())), None),
+            **_protection(_keepers(alone, topology).get(node, []), topology),
         }
         for node in range(len(topology.nodes))
     ]
-    lost = [shard for shards in alone.values() for shard in shards] if len(topology.nodes) == 1 else []
+    lost = [shard for shards in alone.values() for shard in shards] if parity_groups.is_unprotected(topology) else []
     return {"nodes": nodes, "unprotected": _names(lost)}
+
+
+def _protection(keepers: Sequence[int], topology: Topology) -> dict[str, Any]:
+    if parity_groups.by_node(topology):
+        return {"replica_on": None, "parity_on": keepers}
+    return {"replica_on": next(iter(keepers), None)}
 
 
 def _names(shards: Iterable[Shard]) -> list[str]:
@@ -202,9 +212,12 @@ def _print_alone(alone: Mapping[int, Sequence[Shard]], topology: Topology) -> No
         console.say("Every part is held by at least two nodes: any one of them may die.")
     for node, shards in list(alone.items())[:MAX_ROWS]:
         names, size = _names(shards), console.size_text(sum(shard.num_bytes for shard in shards))
-        if len(topology.nodes) > 1:
+        if not parity_groups.is_unprotected(topology):
             keepers = ", ".join(topology.nodes[keeper] for keeper in _keepers(alone, topology)[node])
-            rescue = f"a replica on {keepers} saves it"
+            kind = "parity" if parity_groups.by_node(topology) else "a replica"
+            rescue = f"{kind} on {keepers} saves it"
+        elif len(topology.nodes) > 1:
+            rescue = "UNPROTECTED, but for what is in storage: redundancy is none"
         else:
             rescue = "UNPROTECTED, but for what is in storage: there is no other node"
         console.say(f"{topology.nodes[node]} alone holds {size} of {len(names)} entries; {rescue}")

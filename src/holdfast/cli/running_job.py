@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.base.errors import HoldfastError, KeeperError, UsageError
 from holdfast.cli.status import ASK_TIMEOUT_S, places
+from holdfast.core.layout.parity_groups import REPLICA
 from holdfast.core.model import Extent, Shard, Topology
 from holdfast.keeper.rpc.paths import absolute_root
 from holdfast.keeper.rpc.viewer import KeeperViewer
@@ -43,6 +44,7 @@ class _Inside(msgspec.Struct, frozen=True):
     node_of: tuple[int, ...]
     bundles: tuple[_Bundle, ...]
     entries: dict[str, tuple[_Piece, ...]]
+    redundancy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def live_job(root: str | None) -> LiveJob:
     return LiveJob(
         wanted,
         newest,
-        Topology(first.nodes, first.node_of),
+        Topology(first.nodes, first.node_of, redundancy=first.redundancy or REPLICA),
         tuple(_shards([answer for _, answer in here])),
     )
 

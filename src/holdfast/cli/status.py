@@ -24,6 +24,7 @@ from holdfast.keeper.observe.degraded_notice import DegradedNotice
 from holdfast.keeper.observe.metrics import render
 from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.keeper.rpc.viewer import KeeperViewer
+from holdfast.keeper.slots.slot_pool import PARITY_RANK
 
 ASK_TIMEOUT_S = 2.0
 # Erases the screen and goes to its top (ECMA-48, 8.3.39 and 8.3.21).
@@ -147,13 +148,14 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         yield from (f"watchdog  {reason}" for reason in run.get("reports", ()))
     for reason in sorted({found["cadence"] for found in facts["ranks"].values()} - {""}):
         yield f"cadence   {reason}"
-    backed = sorted({slot["rank"] for slot in facts["replicas"]})
+    backed = sorted({slot["rank"] for slot in facts["replicas"]} - {PARITY_RANK})
     if backed:
         yield f"backup    of rank{'s' if len(backed) > 1 else ''} {', '.join(map(str, backed))}"
     for rank, found in facts["ranks"].items():
         yield from _rank(rank, found)
     for slot in facts["replicas"]:
-        yield f"replica   of rank {slot['rank']}: {_slot(slot)}"
+        of = f"of {facts['parity']['members'] - 1} nodes" if slot["rank"] == PARITY_RANK else f"of rank {slot['rank']}"
+        yield f"{'parity ' if slot['rank'] == PARITY_RANK else 'replica'}   {of}: {_slot(slot)}"
     for work in facts["activities"]:
         whose = "" if work["rank"] < 0 else f" for rank {work['rank']}"
         how_far = progress_text(work["done_bytes"], work["total_bytes"], work["seconds"])

@@ -115,7 +115,7 @@ class DcpJob:
             client=lambda: self.link.client,
             last_client=lambda: self.link.last_client,
             settle=self.saver.settle,
-            num_nodes=len(self.job.topology.nodes),
+            topology=self.job.topology,
             timeout_s=self.config.close_timeout_s,
         )
         self._newest = version

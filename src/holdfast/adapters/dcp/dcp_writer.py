@@ -264,7 +264,7 @@ class StorageWriter(TorchWriter):
         named = version if isinstance(version, Version) else Version.parse(version)
         if named is None:
             raise UsageError(f"{version!r} is not a version", remedy="name it as `holdfast ls` does")
-        self.job.storage.marks.pin(named)
+        self.job.storage.pin(named)
 
     def close(self) -> None:
         """Leaves the job in good order: the last save is durable, or an error says what is missing. Again: nothing.

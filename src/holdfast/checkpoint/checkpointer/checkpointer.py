@@ -391,7 +391,7 @@ class Checkpointer:
         """
         named = as_version(version)
         assert named is not None
-        self._storage.marks.pin(named)
+        self._storage.pin(named)
 
     def unpin(self, version: Version | str) -> None:
         """Takes a pin away; the next commit may remove the version."""
@@ -715,7 +715,7 @@ class Checkpointer:
             client=lambda: run.link.client,
             last_client=lambda: run.link.last_client,
             settle=run.saver.settle,
-            num_nodes=len(run.job.topology.nodes),
+            topology=run.job.topology,
             timeout_s=self._config.close_timeout_s,
         )
         if nested:  # a signal's handler, or state_dict() of an object: whatever the first save holds, it holds still

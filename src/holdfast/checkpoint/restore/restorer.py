@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 _SOURCES = {
-    "slot": "its own slot", "node": "its node's memory", "peer": "another node's memory", "storage": "storage",
+    "slot": "its own slot", "node": "its node's memory", "peer": "another node's memory", "parity": "parity on other nodes", "storage": "storage",
     "cache": "what another rank of its node had read from storage",
     "preloaded": "its keeper, which fetched it while the trainers started", "live": "what it still held", "twin": "a twin's live state", "note": "its own note",
 }  # fmt: skip
@@ -68,7 +68,7 @@ class RestoreReport:
         version: what was loaded; None after a fresh start.
         reason: why this version, and why not the newer ones.
         bytes: bytes of images by source: `slot` (own), `node`, `preloaded` (fetched by this node's keeper while the trainers
-            started), `peer`, `storage`, `cache` (the machine's page cache, into which another rank of the node had read
+            started), `peer`, `parity` (of other nodes), `storage`, `cache` (the machine's page cache, into which another rank of the node had read
             it from storage); after a failure of others also `live` (what this process still held), `twin`
             (a twin's live state), `note` (what this rank left behind itself).
         bundles: number of bundles by source.

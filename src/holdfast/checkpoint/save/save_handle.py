@@ -12,7 +12,8 @@ from collections.abc import Callable
 from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
 from holdfast.checkpoint.liveness import heartbeat
 from holdfast.core.elastic.worker_facts import Phase
-from holdfast.core.model import Level, Version
+from holdfast.core.layout.parity_groups import NONE
+from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.slots.progress import WRITING
 
@@ -40,7 +41,7 @@ class SaveHandle:
         client: Callable[[], KeeperClient | None],
         last_client: Callable[[], KeeperClient | None],
         settle: Callable[[float], None],
-        num_nodes: int,
+        topology: Topology,
         timeout_s: float,
     ) -> None:
         self.version = version
@@ -48,7 +49,7 @@ class SaveHandle:
         self._client = client
         self._last_client = last_client
         self._settle = settle
-        self._num_nodes = num_nodes
+        self._topology = topology
         self._timeout_s = timeout_s
         self._given_up = ""
         self._is_committed = False
@@ -117,7 +118,7 @@ class SaveHandle:
         timeout_s = self._timeout_s if timeout_s is None else as_seconds(timeout_s)
         deadline = time.monotonic() + timeout_s
         self._settle(timeout_s)
-        if wanted is Level.REPLICATED and self._num_nodes < 2:
+        if wanted is Level.REPLICATED and len(self._topology.nodes) < 2:
             raise LevelNotReached(
                 f"{self.version} cannot be replicated: the job has one node",
                 remedy='ask for "durable", or run on two nodes',
@@ -141,6 +142,11 @@ class SaveHandle:
                     alarms = _alarms(client)
                     raise LevelNotReached(error.what + alarms, where=error.where, remedy=error.remedy) from error
             reached, reason = client.announced.level(self.version)
+            if wanted is Level.REPLICATED and self._topology.redundancy == NONE and reached is not Level.NONE:
+                raise LevelNotReached(  # of twins on several nodes it would have been heard with the level before
+                    f"{self.version} is {reached.name.lower()}, and nothing makes it replicated: redundancy is none",
+                    remedy='ask for "durable", or set redundancy to replica or parity:K',
+                )
             working = client.announced.working(WRITING, self.version)
             logger.info(
                 "waiting for %s to be %s: %.0f s, now %s, %s%s%s",
@@ -205,7 +211,7 @@ def never(step: int, level: Level, reason: str) -> SaveHandle:
         client=lambda: None,
         last_client=lambda: None,
         settle=lambda _: None,
-        num_nodes=1,
+        topology=Topology(("",), (0,)),
         timeout_s=0.0,
     )
     handle.give_up(reason)

@@ -9,7 +9,7 @@ to which image headers and values add a few KiB per file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from holdfast.cli.stored.versions import choose
 from holdfast.core.layout.cost_plan import JobPlan, uniform
 from holdfast.core.layout.job_layout import Form, JobLayout, Mesh, Tensor, offsets
 from holdfast.core.layout.mesh_inference import infer, resized
+from holdfast.core.layout.parity_groups import REPLICA, in_words, is_unprotected, members_wanted
 from holdfast.tiers.memory import memory_pages
 from holdfast.tiers.memory.memory_budget import DEFAULT_SHARE
 from holdfast.tiers.memory.slots import SPARE_BYTES, slot_bytes
@@ -109,6 +110,7 @@ def plan(
     *,
     ranks_per_node: int | None,
     replicas: bool,
+    redundancy: str | None,
     assumed: interval_advice.Assumptions,
     lost: loss_report.Question,
     as_json: bool,
@@ -116,14 +118,15 @@ def plan(
     """`holdfast plan`; the exit code: 1 if some part of some tensor would be lost with one node, or with those in question."""
     if source.is_live and source.mesh is None:
         live = live_job(source.job)
-        costs = JobPlan(infer(live.topology.world_size, live.shards), live.topology)
+        topology = live.topology if redundancy is None else replace(live.topology, redundancy=_known(redundancy))
+        costs = JobPlan(infer(topology.world_size, live.shards), topology)
     else:
         layout, described = _layout(source, ranks_per_node)
         per_node = ranks_per_node or described
         if per_node is None:
             raise UsageError("how many ranks share a node is not known", remedy="give --ranks-per-node")
-        costs = JobPlan(layout, uniform(layout.world_size, per_node))
-    safe = replicas and len(costs.topology.nodes) > 1
+        costs = JobPlan(layout, uniform(layout.world_size, per_node, _known(redundancy or REPLICA)))
+    safe = replicas and not is_unprotected(costs.topology)
     twins = costs.census.twins()
     advice = interval_advice.advise(costs, assumed)
     gone = loss_report.answer(costs, lost, replicas=replicas)
@@ -144,6 +147,14 @@ def plan(
     if gone is not None:
         return console.PROBLEM if gone.losses else console.GOOD
     return console.GOOD if safe or not any(costs.nodes.alone) else console.PROBLEM
+
+
+def _known(redundancy: str) -> str:
+    try:
+        members_wanted(redundancy)
+    except ValueError as error:
+        raise UsageError(str(error), remedy="give --redundancy replica, parity:8 or none") from None
+    return redundancy
 
 
 def _forms(layout: JobLayout) -> dict[Form, list[Tensor]]:
@@ -197,7 +208,8 @@ def _print_nodes(costs: JobPlan) -> None:
         rows.setdefault(tuple(map(console.size_text, sizes)), []).extend(alike)
     labels = costs.topology.nodes
     shown = [(rank_ranges.nodes_text(sorted(alike), labels), *cells) for cells, alike in rows.items()]
-    titles = ("nodes", "a rank holds", "a save copies", "writes", "keeps replicas", "host memory")
+    keeps = "keeps parity" if costs.parity_groups else "keeps replicas"
+    titles = ("nodes", "a rank holds", "a save copies", "writes", keeps, "host memory")
     console.print_table(titles, shown[:MAX_ROWS])
     if len(shown) > MAX_ROWS:
         console.say(f"... and {len(shown) - MAX_ROWS} more kinds of nodes; --json shows all")
@@ -228,7 +240,8 @@ def _print_losses(costs: JobPlan, *, safe: bool) -> None:
         back = costs.nodes.copied[alike[0]] - alone
         found.setdefault((back, alone, tuple(costs.alone_on(alike[0]))), []).extend(alike)
     for (back, alone, names), nodes in found.items():
-        fate = "from the replica on the next node" if safe else "LOST, but for what is in storage"
+        way = "parity on the other nodes of its group" if costs.parity_groups else "the replica on the next node"
+        fate = f"from {way}" if safe else "LOST, but for what is in storage"
         parts = [f"{console.size_text(back)} from twins"] if back or not alone else []
         parts += [f"{console.size_text(alone)} {fate}"] if alone else []
         which = rank_ranges.nodes_text(sorted(nodes), costs.topology.nodes)
@@ -237,13 +250,16 @@ def _print_losses(costs: JobPlan, *, safe: bool) -> None:
             console.say(f"  {len(names)} tensors live there only: {rank_ranges.names_text(names)}")
     if len(classes) > MAX_ROWS:
         console.say("Further kinds of nodes: --json")
+    if said := in_words(costs.topology):
+        console.say(f"{said[0].upper()}{said[1:]}.")
 
 
 def _document(costs: JobPlan, twins: Sequence[tuple[int, ...]], *, safe: bool) -> dict[str, Any]:
     layout = costs.layout
     classes = costs.nodes_alike()
     alone = {alike: costs.alone_on(alike[0]) for alike in classes}
-    return {
+    told = {} if costs.topology.redundancy == REPLICA else {"redundancy": costs.topology.redundancy}
+    return told | {
         "world_size": layout.world_size,
         "meshes": [dict(zip(mesh.names, mesh.sizes, strict=True)) for mesh in layout.meshes],
         "unique_bytes": costs.unique_bytes,

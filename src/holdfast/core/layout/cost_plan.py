@@ -13,11 +13,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.core.layout import bundles, replica_placement
+from holdfast.core.layout import bundles, parity_groups, replica_placement
 from holdfast.core.layout.job_layout import JobLayout, offsets
 from holdfast.core.layout.redundancy_groups import Census
 from holdfast.core.model import BundleRef, Topology
 from holdfast.core.rank_runs import runs_of
+
+# Stands for the rank that a node keeps something of, where that is parity.
+PARITY = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class NodeCosts:
     Attributes:
         copied: what its ranks copy; what a replacement of the node has to get back.
         written: what it writes to storage.
-        kept: replicas that it keeps for another node.
+        kept: replicas, or parity, that it keeps for other nodes. Parity is up to one checksum chunk more.
         alone: what lives in this node only, by the tensors' own redundancy.
     """
 
@@ -80,6 +83,7 @@ class JobPlan:
         census: its groups.
         ranks, nodes: the costs.
         num_bundles: files of one version.
+        parity_groups: by node the nodes that keep parity of each other; empty in a job that keeps none.
     """
 
     def __init__(self, layout: JobLayout, topology: Topology) -> None:
@@ -87,8 +91,9 @@ class JobPlan:
         self.topology = topology
         self.census = Census(layout)
         self._sizes = [kind.num_bytes for kind in self.census.kinds]
-        # What each node keeps replicas of: bytes by the rank that captures them.
+        # What each node keeps replicas of: bytes by the rank that captures them; of parity by PARITY.
         self._kept: list[Counter[int]] = [Counter() for _ in topology.nodes]
+        self.parity_groups = parity_groups.by_node(topology)
         self._backups: list[replica_placement.Shares] = []
         # Of groups that live in a node whose replicas are spread: the nodes that keep their shares.
         self._spread: dict[tuple[int, ...], set[int]] = {}
@@ -118,7 +123,7 @@ class JobPlan:
 
     def slots(self, node: int, num_slots: int, *, spare_bytes: int = 0) -> list[int]:
         """Payload bytes of every slot of a node: its ranks' own, each with room to grow, and two for each rank that it
-        keeps replicas of.
+        keeps replicas of, or for parity.
         """
         own = [self.ranks.copied[rank] + spare_bytes for rank in self.topology.ranks_on(node)]
         kept = [size for _, size in sorted(self._kept[node].items()) if size]
@@ -161,6 +166,9 @@ class JobPlan:
         return self._losses(Counter(kind for members, kind in self._groups() if gone.issuperset(members)))
 
     def _survives(self, members: Sequence[int], home: int, gone: Collection[int]) -> bool:
+        group = self.parity_groups.get(home)
+        if group is not None:  # all the others are needed
+            return not any(node in gone for node in group if node != home)
         backup = self.backup(home)
         return backup is not None and self._spread.get(tuple(members), {backup}).isdisjoint(gone)
 
@@ -235,14 +243,18 @@ class JobPlan:
         for rank, home in enumerate(self.topology.node_of):
             copied[home] += ledger.copied[rank]
             alone[home] += ledger.replicated[rank]
-        if num_nodes > 1:
+        for group in parity_groups.groups(self.topology):
+            for node in group:
+                others = max(alone[other] for other in group if other != node)
+                self._kept[node][PARITY] = -(-others // (len(group) - 1))
+        if parity_groups.keeps_replicas(self.topology):
             self._backups = replica_placement.shares(alone, self.topology)
             for rank, home in enumerate(self.topology.node_of):
                 if len(self._backups[home]) == 1:
                     self._kept[self._backups[home][0][0]][rank] += ledger.replicated[rank]
             if any(len(shares) > 1 for shares in self._backups):
                 self._spread_replicas()
-            kept = [counter.total() for counter in self._kept]
+        kept = [counter.total() for counter in self._kept]
         return NodeCosts(tuple(copied), tuple(ledger.written), tuple(kept), tuple(alone))
 
     def _spread_replicas(self) -> None:
@@ -272,9 +284,11 @@ def _dealt(shares: Sequence[tuple[int, int]], count: int, num_local: int) -> Cou
     return found
 
 
-def uniform(world_size: int, ranks_per_node: int) -> Topology:
+def uniform(world_size: int, ranks_per_node: int, redundancy: str = parity_groups.REPLICA) -> Topology:
     """Nodes of equally many ranks, in order; the last one may have fewer."""
     num_nodes = -(-world_size // ranks_per_node)
     return Topology(
-        tuple(f"node{node}" for node in range(num_nodes)), tuple(rank // ranks_per_node for rank in range(world_size))
+        tuple(f"node{node}" for node in range(num_nodes)),
+        tuple(rank // ranks_per_node for rank in range(world_size)),
+        redundancy=redundancy,
     )

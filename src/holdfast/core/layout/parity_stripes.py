@@ -61,8 +61,13 @@ class Piece:
     @property
     def name(self) -> str:
         """Return the name of its bytes, where images have those of bundles; no bundle bears such a one."""
+        return f"~parity-{self.member}-{self.digest}"
+
+    @property
+    def digest(self) -> str:
+        """Return what all pieces of the same images have in common, and no others."""
         rows = [[(seal.bundle_id, seal.length, seal.digest) for seal in seals] for seals in self.covers]
-        return f"~parity-{self.member}-{hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()}"
+        return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
 
     @property
     def brief(self) -> Piece:
@@ -73,10 +78,30 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceCopy:
-    """A piece of parity in some node's memory; its seals without digests of chunks."""
+    """A piece of parity in some node's memory, as others are told of it.
+
+    Each member names the images of two, so that those of a lost one are known and a job of many nodes is told briefly.
+
+    Attributes:
+        member: whose it is, of `size`.
+        digest: `Piece.digest`.
+        own, successor: seals of that member's images and of the next one's, without digests of chunks.
+    """
 
     node: int
-    piece: Piece
+    version: Version
+    member: int
+    size: int
+    digest: str
+    own: tuple[Seal, ...]
+    successor: tuple[Seal, ...]
+
+    @classmethod
+    def of(cls, node: int, piece: Piece) -> PieceCopy:
+        """Return what `node` tells of its piece."""
+        covers, size = piece.brief.covers, len(piece.covers)
+        own, successor = covers[piece.member], covers[(piece.member + 1) % size]
+        return cls(node, piece.version, piece.member, size, piece.digest, own, successor)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from holdfast.core.layout.parity_stripes import Covers, PieceCopy
+from holdfast.core.layout.parity_stripes import PieceCopy
 from holdfast.core.model import Seal, Version
 
 # Where a bundle comes from that is made of parity: no node has it. Beside None, which is storage.
@@ -39,22 +39,23 @@ def rebuildable(
         pieces: parity that nodes hold, of any version.
         held: node, bundle and digest of every copy of the version that can be used.
     """
-    sets: dict[Covers, dict[int, int]] = {}
+    groups: dict[tuple[str, int], dict[int, PieceCopy]] = {}
     for copy in pieces:
-        if copy.piece.version == version:
-            sets.setdefault(copy.piece.covers, {})[copy.piece.member] = copy.node
+        if copy.version == version and 0 <= copy.member < copy.size:
+            groups.setdefault((copy.digest, copy.size), {})[copy.member] = copy
     found: dict[str, Rebuilt] = {}
     refused: dict[str, str] = {}
-    for covers, node_of in sets.items():
-        lacking = [member for member in range(len(covers)) if not _is_whole(covers, member, node_of.get(member), held)]
+    for (_, size), there in groups.items():
+        lacking = [member for member in range(size) if member not in there or not _is_whole(there[member], held)]
         if len(lacking) == 1:
-            nodes = tuple(-1 if member in lacking else node_of[member] for member in range(len(covers)))
-            found.update((seal.bundle_id, Rebuilt(seal, nodes)) for seal in covers[lacking[0]])
+            nodes = tuple(-1 if member in lacking else there[member].node for member in range(size))
+            before = there[(lacking[0] - 1) % size]
+            found.update((seal.bundle_id, Rebuilt(seal, nodes)) for seal in before.successor)
         elif lacking:
-            why = f"{len(lacking)} of the {len(covers)} nodes of its parity group lack what they had, and parity makes up for one"
-            refused.update((seal.bundle_id, why) for member in lacking for seal in covers[member])
+            why = f"{len(lacking)} of the {size} nodes of its parity group lack what they had, and parity makes up for one"
+            refused.update((seal.bundle_id, why) for copy in there.values() for seal in (*copy.own, *copy.successor))
     return found, {name: why for name, why in refused.items() if name not in found}
 
 
-def _is_whole(covers: Covers, member: int, node: int | None, held: Collection[tuple[int, str, str]]) -> bool:
-    return node is not None and all((node, seal.bundle_id, seal.digest) in held for seal in covers[member])
+def _is_whole(copy: PieceCopy, held: Collection[tuple[int, str, str]]) -> bool:
+    return all((copy.node, seal.bundle_id, seal.digest) in held for seal in copy.own)

@@ -48,6 +48,7 @@ from holdfast.elastic.launch.worker_eviction import enforce_deadlines
 from holdfast.elastic.processes.forkserver import NotForked, readable
 from holdfast.elastic.processes.process_supply import ProcessSupply
 from holdfast.elastic.processes.worker_processes import Workers, WorkerSlot, WorkerStatus
+from holdfast.elastic.watchdog import proc_stats
 from holdfast.elastic.watchdog.watchdog import Watchdog
 from holdfast.elastic.worker.agent_channel import RunOrder
 
@@ -844,7 +845,7 @@ def awaited(named: Mapping[int, int], after_s: float, *, num_ended: int) -> str:
         after_s: seconds since all ranks of the job have finished.
         num_ended: how many ranks of this node have ended.
     """
-    who = ", ".join(f"rank {rank} (process {pid})" for rank, pid in sorted(named.items()))
+    who = ", ".join(f"rank {rank} (process {pid}{_if_stopped(pid)})" for rank, pid in sorted(named.items()))
     text = f"the script has finished, and its threads or exit handlers have not: {who}"
     if after_s < HINT_S:
         return text
@@ -853,3 +854,8 @@ def awaited(named: Mapping[int, int], after_s: float, *, num_ended: int) -> str:
         f"{text}, after {after_s:.0f} s{others}. torch may hang at its own end (a DDP model that outlives its gloo group);"
         " `py-spy dump --native --pid` shows it. Nothing is killed here: if no work is left there, `kill -9` ends it"
     )
+
+
+def _if_stopped(pid: int) -> str:
+    """Return what is to be done about a process that a signal has stopped; nothing if none has."""
+    return f", which is stopped: `kill -CONT {pid}` lets it end" if proc_stats.state(pid) == "T" else ""

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.base.proc_stat import stat_fields
 from holdfast.base.process_label import label_process
@@ -359,7 +359,10 @@ class _ForkServerProcess:
 
     def _receive(self) -> tuple[list[int], int]:
         """Receive for each worker that is wanted its line, and its page if it is to have one; and how many that are."""
-        data, descriptors, _, _ = socket.recv_fds(self._link, _MAX_MESSAGE, 16)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._link, _MAX_MESSAGE, 16)
+        except OSError:  # it was killed before it had read all that we told it
+            self._end()
         if not data:
             self._end()
         self._asked = True
@@ -411,7 +414,7 @@ class _ForkServerProcess:
         except OSError:
             self._end()
 
-    def _end(self) -> None:
+    def _end(self) -> NoReturn:
         for pid in self._pidfds.values():
             kill_group(pid)
         os._exit(0)

@@ -51,7 +51,7 @@ from holdfast.elastic.worker.torch_environment import TorchImport
 
 logger = logging.getLogger(__name__)
 
-# torch's own seed of a new process.
+# What torch gives the generators of devices in a new process. Rank 0 begins with it on the processor too.
 DEFAULT_SEED = 67280421310721
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
@@ -66,6 +66,16 @@ _GLOBALS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (threading, ("excepthook",)),
     (warnings, ("showwarning", "formatwarning")),
 )
+
+
+def _rank(environment: Mapping[str, str]) -> int:
+    """Return the rank that an environment names; 0 if it names none.
+
+    In a new process the processor's generator begins anywhere, so ranks of a script that seeds nothing draw different numbers.
+    Those of one rank are the same in every run, for what is kept without a line rests on it.
+    """
+    told = environment.get("RANK", "")
+    return int(told) if told.isdecimal() else 0
 
 
 def _handlers() -> dict[int, Any]:
@@ -169,6 +179,7 @@ class ScriptSandbox:
         self._reset_python()
         with deaf():  # torch begins a pool of threads
             self._reset_torch()
+            torch.default_generator.manual_seed(DEFAULT_SEED + _rank(order.environment))
             self.torch_import.begin(order.environment)
         if self.traces is None:
             self.traces = ProcessBaseline()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.base.errors import CorruptError, HoldfastError
+from holdfast.core.layout.parity_groups import LEAST_MEMBERS
 from holdfast.core.layout.parity_stripes import Chunk, Piece, Row, Striping
 from holdfast.core.model import Seal, Version
 from holdfast.core.recovery.version_choice import Fetch
@@ -29,6 +30,8 @@ class ParityReader:
     def __init__(self, peer: Callable[[int], PeerReader]) -> None:
         self._peer = peer
         self._seals: dict[tuple[int, Version, str], Seal] = {}
+        self._pieces: dict[tuple[Version, tuple[int, ...]], Piece] = {}
+        self._stripes: Striping | None = None
         self._last: dict[str, tuple[int, memoryview]] = {}  # of each piece the chunk that was read last
 
     def read(
@@ -42,9 +45,8 @@ class ParityReader:
         """
         bundle_id = fetch.ref.bundle_id
         try:
-            piece, seal = self._agreed(version, fetch)
-            lost = next(m for m, seals in enumerate(piece.covers) if any(s.bundle_id == bundle_id for s in seals))
-            striping = Striping(piece.covers, CHUNK_BYTES)
+            piece, seal = self._known(version, fetch)
+            lost, striping = fetch.parity.index(-1), self._striping(piece)
             for at in range(0, len(view), CHUNK_BYTES):
                 index = first + at // CHUNK_BYTES
                 chunk = view[at : min(at + CHUNK_BYTES, len(view))]
@@ -58,27 +60,60 @@ class ParityReader:
             ) from error
         return seal
 
+    def _known(self, version: Version, fetch: Fetch) -> tuple[Piece, Seal]:
+        """Return as `_agreed`; what all members said of one bundle they need not say again of the next.
+
+        Raises:
+            CorruptError: as `_agreed`.
+        """
+        if fetch.parity.count(-1) != 1 or len(fetch.parity) < LEAST_MEMBERS:
+            raise CorruptError("not one member of its group is named as lost")
+        piece = self._pieces.get((version, fetch.parity))
+        if piece is None or not any(s.bundle_id == fetch.ref.bundle_id for s in piece.covers[fetch.parity.index(-1)]):
+            piece, seal = self._agreed(version, fetch)
+            self._pieces[version, fetch.parity] = piece
+        else:
+            node = next(node for node in fetch.parity if node >= 0)
+            _, seal = self._peer(node).parity(version, fetch.ref.bundle_id, known=True)
+        self._require_agreed(fetch, seal)
+        return piece, seal
+
+    def _striping(self, piece: Piece) -> Striping:
+        if self._stripes is None or self._stripes.covers != piece.covers:
+            self._stripes = Striping(piece.covers, CHUNK_BYTES)
+        return self._stripes
+
+    @staticmethod
+    def _require_agreed(fetch: Fetch, seal: Seal) -> None:
+        if seal.digest != fetch.seal.digest or image_format.image_digest(seal.chunk_digests) != seal.digest:
+            raise CorruptError("its parity is not of the bytes that were agreed on")
+
     def _agreed(self, version: Version, fetch: Fetch) -> tuple[Piece, Seal]:
         """Return what the members say of the group, and of the bundle.
 
         Raises:
-            CorruptError: they differ, or it is not the bundle that was agreed on.
+            CorruptError: they differ, or it is not of the member that lacks the bundle.
         """
         told = [
             (member, node, *self._peer(node).parity(version, fetch.ref.bundle_id))
             for member, node in enumerate(fetch.parity)
             if node >= 0
         ]
-        if not told:
-            raise CorruptError("no member of its group is named")
         _, _, piece, seal = told[0]
         for member, node, other, theirs in told:
-            if (other.version, other.member, other.covers) != (version, member, piece.covers) or theirs != seal:
+            if (
+                other is None
+                or piece is None
+                or (other.version, other.member, other.covers) != (version, member, piece.covers)
+                or theirs != seal
+            ):
                 raise CorruptError("the pieces of parity do not fit together", where=f"node {node}")
-        if seal.digest != fetch.seal.digest or image_format.image_digest(seal.chunk_digests) != seal.digest:
-            raise CorruptError("its parity is not of the bytes that were agreed on")
-        if len(piece.covers) != len(fetch.parity):
+        self._require_agreed(fetch, seal)
+        if piece is None or len(piece.covers) != len(fetch.parity):
             raise CorruptError("the group has another number of members")
+        lost = piece.covers[fetch.parity.index(-1)]
+        if not any(each.bundle_id == fetch.ref.bundle_id for each in lost):
+            raise CorruptError("it is not of the member that is lost")
         return piece, seal
 
     def _rebuild(

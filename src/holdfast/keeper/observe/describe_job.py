@@ -27,6 +27,7 @@ def describe(state: NodeState) -> dict[str, Any]:
             "incarnation": state.incarnation,
             "nodes": list(assembly.topology.nodes) if assembly else [],
             "node_of": list(assembly.topology.node_of) if assembly else [],
+            "redundancy": assembly.topology.redundancy if assembly else "",
             "bundles": [
                 {
                     "bundle": ref.bundle_id,
@@ -56,6 +57,8 @@ def _entries(state: NodeState) -> dict[str, list[list[Any]]]:
     """Return by bundle: name, dtype, global shape, offsets, lengths of every piece in it."""
     found: dict[str, list[list[Any]]] = {}
     for held in state.slot_pool:
+        if held.parity is not None:
+            continue
         for bundle_id, place in held.images.items():
             if held.state is not SlotState.SEALED or bundle_id in found or bundle_id in held.condemned:
                 continue

@@ -30,6 +30,7 @@ from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
 from holdfast.core.recovery.version_choice import MemoryCopy
 from holdfast.core.versions.replication_lag import FIRST_PATIENCE_S
 from holdfast.core.versions.slot_guard import Knowledge, SlotState, SlotView, choose_slot
+from holdfast.keeper.replication import kept_images
 from holdfast.keeper.replication.image_transfer import PeerReader, count_lines, require
 from holdfast.keeper.rpc.messages import Assembly, Inventory
 from holdfast.keeper.slots.job_queue import Worker
@@ -96,7 +97,7 @@ class Replicator:
         self._captured_s: dict[Version, float] = {}
         self._in_the_way: dict[Version, float] = {}
         self._last = (0, 0.0)
-        self._pulled_bytes = 0
+        self._pulled_bytes = self._kept_bytes = 0
         self._stopping = False
 
     def put(self, version: Version) -> None:
@@ -205,6 +206,7 @@ class Replicator:
                 "unique_bytes": bundles.unique_bytes if bundles else 0,
                 "kept_bytes": sum(ref.num_bytes for _, _, ref in bundles.to_replicate) if bundles else 0,
                 "pulled_bytes": self._pulled_bytes,
+                "unsent_bytes": self._kept_bytes,
                 "last_bytes": self._last[0],
                 "last_seconds": self._last[1],
                 "behind_versions": len(late),
@@ -228,7 +230,7 @@ class Replicator:
             address, lines = assembly.addresses[home], self._lines[home]
             peer = PeerReader(address, hello, lambda: self._is_over(assembly), state.security, count=lines)
             try:
-                size = sum(self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items())
+                brought = [self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items()]
             finally:
                 peer.close()
         except NotYet as error:
@@ -242,12 +244,17 @@ class Replicator:
             return
         self._is_well(home)
         state.replicated(version, pull.bundle_ids)
-        if not size:
+        size, kept = (sum(sizes) for sizes in zip(*brought, strict=True)) if brought else (0, 0)
+        if not size + kept:
             return  # all of it stood here already
         seconds = time.perf_counter() - started
         self._last, self._pulled_bytes = (size, seconds), self._pulled_bytes + size
-        self._events.emit("node.replicated", version=str(version), home=home, size_bytes=size, seconds=seconds)
+        self._kept_bytes += kept
+        self._events.emit(
+            "node.replicated", version=str(version), home=home, size_bytes=size, kept_bytes=kept, seconds=seconds
+        )
         self._events.count("replicated_bytes", size)
+        self._events.count("replica_kept_bytes", kept)
 
     def _try_again(self, home: int, pull: _Pull) -> None:
         with self._state.lock:
@@ -277,21 +284,29 @@ class Replicator:
         now = self._state.assembly
         return self._stopping or now is None or now.job_id != assembly.job_id
 
-    def _pull_rank(self, peer: PeerReader, version: Version, rank: int, refs: Sequence[BundleRef]) -> int:
-        """Pulls what does not stand here of one rank's bundles into a replica slot and seals it; returns bytes."""
+    def _pull_rank(self, peer: PeerReader, version: Version, rank: int, refs: Sequence[BundleRef]) -> tuple[int, int]:
+        """Pulls what does not stand here of one rank's bundles into a replica slot and seals it.
+
+        Returns bytes that were sent, and bytes that were here, in an earlier version.
+        """
         offered = peer.seals(version, tuple(ref.bundle_id for ref in refs))
         seals = {ref: require(offered, ref.bundle_id, f"rank {rank}, {version}") for ref in refs}
         standing = self._standing(rank, version)
         places, total = _lay_out(
             {ref: seal for ref, seal in seals.items() if (ref.bundle_id, seal.digest) not in standing}
         )
+        sent = kept = 0
         if not places:
-            return 0
+            return sent, kept
         held = self.slot_for(rank, version, total, f"a replica of rank {rank}")
         try:
             for place in places:
+                if kept_images.keep(self._state, held, place, lambda: self._stopping):
+                    kept += place.seal.length
+                    continue
                 view = held.slot.view[place.offset : place.offset + place.seal.length]
                 peer.read_into(version, place.seal, view)
+                sent += place.seal.length
             with self._state.lock:
                 held.images = {place.ref.bundle_id: place for place in places}
                 slots.write_header(held.slot, held.header(self._state.place.job))
@@ -302,7 +317,7 @@ class Replicator:
             raise
         finally:
             self._state.unpin(held, RECEIVING)
-        return sum(place.seal.length for place in places)
+        return sent, kept
 
     def _standing(self, rank: int, version: Version) -> set[tuple[str, str]]:
         """Bundles and digests of the version that count as the rank's replicas here. What was preloaded may go any time."""

@@ -199,7 +199,7 @@ class PeerRequests:
         if piece is None:
             raise VersionNotFound(f"no parity of bundle {request.bundle_id} of {request.version} is here (any more)")
         seal = next(seal for seals in piece.covers for seal in seals if seal.bundle_id == request.bundle_id)
-        return messages.ParityOf(id=request.id, piece=piece.brief, seal=seal)
+        return messages.ParityOf(id=request.id, piece=None if request.known else piece.brief, seal=seal)
 
     def pull(self, connection: Connection, request: messages.Pull) -> None:
         """Sends a piece of an image; the reply and the bytes leave from the reader's own thread.

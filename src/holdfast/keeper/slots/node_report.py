@@ -55,5 +55,5 @@ def inventory(state: NodeState) -> Inventory:
             suspects=tuple(state.past.suspects.items()),
             levels=tuple(levels.items()),
             reachable=(state.node,),
-            parity=tuple(PieceCopy(state.node, piece.brief) for piece in pieces),
+            parity=tuple(PieceCopy.of(state.node, piece) for piece in pieces),
         )

@@ -53,6 +53,7 @@ class HeldSlot:
         replica: a copy that is not the snapshot of a local rank: for another node's, or preloaded.
         preloaded: fetched before anybody asked (`keeper.fetch.prefetch`); it exists elsewhere and goes where memory is needed.
         copied: the trainer finished writing; hashing is under way.
+        before: while it is being written, the sealed images of the version before: what nobody writes over stands.
         pins: why its bytes are needed, counted.
         condemned: images whose digest failed; not offered any more.
         outgrown: too small for the rank by now, or made beside its slots; freed as soon as the guard allows.
@@ -71,6 +72,7 @@ class HeldSlot:
     layout: str = ""
     copied: bool = False
     images: dict[str, ImagePlace] = field(default_factory=dict)
+    before: dict[str, ImagePlace] = field(default_factory=dict)
     pins: Counter[str] = field(default_factory=Counter)
     condemned: set[str] = field(default_factory=set)
     outgrown: bool = False
@@ -102,6 +104,8 @@ class HeldSlot:
     def start(self, version: Version, *, layout: str, durable: bool) -> None:
         """Begins a new version in it. The header is invalidated first, before anyone may write a byte."""
         slots.invalidate(self.slot)
+        sealed = self.images if self.state is SlotState.SEALED else {}
+        self.before = {name: place for name, place in sealed.items() if name not in self.condemned}
         self.state, self.version = SlotState.WRITING, version
         self.layout, self.durable, self.copied = layout, durable, False
         self.images, self.parity = {}, None
@@ -111,7 +115,7 @@ class HeldSlot:
         """Makes it empty."""
         slots.invalidate(self.slot)
         self.state, self.version, self.copied = SlotState.EMPTY, None, False
-        self.images, self.parity = {}, None
+        self.images, self.before, self.parity = {}, {}, None
 
     def header(self, job: str) -> SlotHeader:
         """The header that seals it."""

@@ -337,6 +337,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.trials < 0 or options.full_starts < 0 or options.lanes < 1:
         parser.error("numbers must not be negative, and there is at least one lane")
+    if (options.only is None and options.trials + options.full_starts < 1) or (options.only or 0) < 0:
+        parser.error("there is at least one trial: no trial shows no violation, whatever is broken")
     return options
 
 

@@ -219,6 +219,8 @@ class ObjectStoreBackend:
                     raise StorageBusy("a probe with a random name exists already", where=self._at(name))
                 if self._put_new(name, b"second") or bytes(self._range(name, 0, 6)) != b"first":
                     raise _unfit(self._where)
+            except VersionNotFound as error:  # it was just put: a gateway that lags, or somebody who clears away
+                raise StorageBusy("the store does not show what was just put", where=self._at(name)) from error
             finally:
                 with contextlib.suppress(StorageError):
                     self.delete(name)

@@ -353,6 +353,11 @@ def chunks(view: Bytes) -> Iterator[memoryview]:
     return (whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES))
 
 
+def num_chunks(length: int) -> int:
+    """Return the number of chunks of an image of this length."""
+    return -(-length // CHUNK_BYTES)
+
+
 def image_digest(chunk_digests: tuple[str, ...]) -> str:
     """Digest of an image from those of its chunks, so that chunks can be hashed and checked in any order."""
     return xxhash.xxh3_128_hexdigest(bytes.fromhex("".join(chunk_digests)))

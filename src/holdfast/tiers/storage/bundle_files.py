@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import xxhash
 
-from holdfast.base.errors import ConfigError, CorruptError, VersionNotFound
+from holdfast.base.errors import ConfigError, CorruptError, StorageBusy, VersionNotFound
 from holdfast.core.model import Version
 from holdfast.tiers.backends.interface import Backend, Chunks, PageCached
 from holdfast.tiers.backends.parallel_streams import MOST_STREAMS
@@ -389,6 +389,7 @@ def listed(
     Raises:
         CorruptError: it is missing, and the commit stands: the version is damaged.
         VersionNotFound: the commit is gone too: retention removed the version meanwhile, or it was never committed.
+        StorageBusy: storage shows its name, and still says that it is not there. That proves nothing.
     """
     for pause_s in (*(LAG_PAUSES_S if backend.properties.lags else ()), None):
         try:
@@ -396,9 +397,16 @@ def listed(
         except VersionNotFound as error:
             if pause_s is None:
                 _require_commit(backend, version)
+                _require_unlisted(backend, version, error.where)
                 raise CorruptError("a file of a committed version is missing", where=error.where) from error
             sleep(pause_s)
     raise AssertionError("unreachable")
+
+
+def _require_unlisted(backend: Backend, version: Version, where: str) -> None:
+    leaf = where.rpartition("/")[2]
+    if any(name == leaf for name, _ in backend.listing(str(version))):
+        raise StorageBusy("storage lists a file and says that it is not there", where=where)
 
 
 def _require_commit(backend: Backend, version: Version) -> None:

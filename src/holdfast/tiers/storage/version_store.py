@@ -25,6 +25,7 @@ from holdfast.base.errors import (
     CorruptError,
     Fenced,
     ForeignDirectory,
+    HoldfastError,
     InUse,
     NotProved,
     StorageError,
@@ -40,7 +41,7 @@ from holdfast.tiers.storage import manifest as manifests
 from holdfast.tiers.storage.bucket_lease import LeaseLock
 from holdfast.tiers.storage.bundle_files import BundleFiles, listed, stored_length
 from holdfast.tiers.storage.encryption import Key, KeySource, load_key
-from holdfast.tiers.storage.incarnations import JOB_FILE, NOTHING, Incarnations, claim_job, read_job
+from holdfast.tiers.storage.incarnations import JOB_FILE, NOTHING, Incarnations, claim_job, make_stamp, read_job
 from holdfast.tiers.storage.manifest import BundleFile, Manifest
 from holdfast.tiers.storage.run_lock import RunLock
 from holdfast.tiers.storage.stored_bundles import StoredBundles, counted, in_place
@@ -292,6 +293,17 @@ class Storage:
 
     # Removing.
 
+    def pin(self, version: Version) -> None:
+        """Keeps a version from ever being retired; it may be committed later. Says so where it seems to be gone."""
+        self.marks.pin(version)
+        there = self.named()
+        if version not in there and any(one > version for one in there):
+            logger.warning(
+                "%s is pinned, and nothing of it is in %s, though newer versions are: retention removed it before, or it is still in memory",
+                version,
+                self.where,
+            )
+
     def retire(self, version: Version, *, permit: Callable[[], None] = lambda: None) -> None:
         """Removes a committed version: first the commit, durably, then the files that it lists.
 
@@ -304,6 +316,21 @@ class Storage:
             CorruptError: its manifest is damaged, so nothing proves which files are ours.
         """
         manifest = self.manifest(version)
+        name = f"{version}/{manifests.ROOT_NAME}"
+        data = self._read_record(name)
+        self._require_unmarked(version)
+        permit()
+        self._backend.delete(name)
+        try:
+            self._require_unmarked(version)  # somebody may have marked it between our question and the removal
+        except HoldfastError:  # no answer is not "it is not marked"
+            self._backend.create(name, data, stamp=make_stamp(version.incarnation))
+            self._take_back_if_retired(manifest, name)
+            raise
+        self._remove(version, [bundle.file for bundle in manifest.bundles], manifest.parts)
+
+    def _require_unmarked(self, version: Version) -> None:
+        """Prove that nobody keeps a version; raises as `retire`."""
         if version in self.marks.pins():
             raise UsageError(f"{version} is pinned", where=self.where, remedy="unpin it first")
         if mark := self.marks.held().get(version):
@@ -312,9 +339,6 @@ class Storage:
                 where=self.where,
                 remedy=f"wait until it has ended; if it died on another machine, remove {mark}",
             )
-        permit()
-        self._backend.delete(f"{version}/{manifests.ROOT_NAME}")
-        self._remove(version, [bundle.file for bundle in manifest.bundles], manifest.parts)
 
     def discard(self, version: Version, *, permit: Callable[[], None] = lambda: None) -> None:
         """Removes what is left of a version that was never committed, or whose retirement was interrupted.

@@ -406,7 +406,7 @@ class Generator(NamedTuple):
 
     Attributes:
         token: of its state as the loop was entered.
-        touched: whether somebody has seeded it, or drawn from it, before. torch's own is seeded alike in every process, so it counts.
+        touched: whether somebody has seeded it, or drawn from it, before. torch's own begins alike in every run of a rank, so it counts.
         drawn: whether what the loop goes over has drawn from it.
     """
 
