@@ -21,7 +21,7 @@ from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.replication import kept_images
 from holdfast.keeper.replication import replicator as replicate
 from holdfast.tiers.format import image as image_format
-from holdfast.tiers.memory import slots
+from holdfast.tiers.memory import slots, spoiled_images
 from keeper.rig import Rig, image_of, reached
 from kit.replica_nodes import Node
 
@@ -186,7 +186,7 @@ def test_a_pull_that_broke_in_the_middle_leaves_nothing_that_counts(node: Node) 
 def test_damage_of_what_lies_here_is_found_and_not_handed_on(
     node: Node, caplog: pytest.LogCaptureFixture, damaged: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_images, "PROVED_PARTS", 1)  # all of it, else only chance would find it
+    monkeypatch.setattr(spoiled_images, "PROVED_PARTS", 1)  # all of it, else only chance would find it
     replicated(node, 1, 2)
     for held in node.replicas():
         if held.version == version(1) or damaged == "both slots":
@@ -204,7 +204,7 @@ def test_one_chunk_of_what_stays_is_proved_every_time() -> None:
     seal = image_format.seal("b", image)
     image[5] ^= 1
     random.seed(3)
-    found = [kept_images.spoiled(memoryview(image), seal) for _ in range(30)]
+    found = [spoiled_images.spoiled(memoryview(image), seal) for _ in range(30)]
     assert any(found)
     assert not all(found), "a share of it, not the whole"
 

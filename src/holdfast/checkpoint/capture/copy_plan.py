@@ -21,6 +21,7 @@ import torch
 
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.capture.block_copies import BlockCopies
+from holdfast.checkpoint.capture.slot_record import Known, Record
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, torch_dtype
 from holdfast.checkpoint.state.change_detection import same_objects
 from holdfast.core.layout import bundles as bundle_layout
@@ -197,6 +198,8 @@ class SlotView:
     Attributes:
         targets: where each part goes.
         sources: where each part comes from; set by `assign`.
+        record: what the last complete save left in it; None while it is being written (`checkpoint.capture.unchanged_images`).
+        known: what of that may be believed in the save that is being made, by bundle.
     """
 
     def __init__(self, slot: Slot, plan: Plan) -> None:
@@ -211,6 +214,8 @@ class SlotView:
         )
         self.targets = [part.view_in(base) for part in plan.parts]
         self.sources: list[torch.Tensor] = []
+        self.record: Record | None = None
+        self.known: Mapping[str, Known] = {}
         self._names = [part.name for part in plan.parts]
         self._sizes = array("q", [part.piece.num_bytes for part in plan.parts])
         self._divided = [index for index, part in enumerate(plan.parts) if not part.is_whole]
@@ -255,16 +260,22 @@ class SlotView:
             for i in fresh
         )
 
-    def write_frames(self, values: Mapping[str, bytes]) -> None:
-        """Headers and values of all images: everything that is not a tensor."""
+    def write_frames(self, values: Mapping[str, bytes], *, but: Container[str] = ()) -> None:
+        """Headers and values of all images but those of some bundles: everything that is not a tensor."""
         memory = self.slot.view
         for image in self.plan.images:
-            header = image.plan.header
-            memory[image.start : image.start + len(header)] = header
+            if image.ref.bundle_id in but:
+                continue
+            self.write_header(image)
             if image.plan.values_span is not None:
                 first, num_bytes = image.plan.values_span
                 start = image.start + first
                 memory[start : start + num_bytes] = values[image.ref.bundle_id]
+
+    def write_header(self, image: PlacedImage) -> None:
+        """The header of an image."""
+        header = image.plan.header
+        self.slot.view[image.start : image.start + len(header)] = header
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, STEPPED, Fence
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.capture.twin_comparison import Shared
+from holdfast.checkpoint.capture.unchanged_images import Look, UnchangedImages, stands
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.entries.types import Gathered
@@ -45,7 +46,7 @@ from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, 
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
-from holdfast.keeper.rpc.client import SAY_S, KeeperClient, Slot
+from holdfast.keeper.rpc.client import SAY_S, Begun, KeeperClient, Slot
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
 from holdfast.tiers.memory.usable_cores import usable_cores
@@ -130,6 +131,7 @@ class Saver:
         # Ranks of one node save at the same moment and share its cores.
         here = topology.ranks_on(topology.node_of[rank])
         self._num_threads = min(MAX_THREADS, max(1, usable_cores() // len(here)))
+        self._unchanged = UnchangedImages(self._num_threads)
         self._shared = Shared(set(here) - {rank})
         optimizers = state.optimizers
         self._trust = MutationHistory(overlap=config.overlap and bool(optimizers))
@@ -305,6 +307,8 @@ class Saver:
     def restart(self, _: Version | None) -> None:
         """The tensors were written by a restore: whatever was proven before is forgotten."""
         self._trust.forget()
+        for view in self._views.values():  # and slots may have been, by the keeper
+            view.record = None
         self.fence.release(expected=True)
 
     def save(self, handle: SaveHandle, *, durable: bool) -> None:
@@ -422,24 +426,32 @@ class Saver:
             self._trust.stop(f"{named(sorted(changed))} changed, and no step of an optimizer was seen")
             self.give_up(last.handle, "steps were made that passed no fence while it was copied")
 
-    def _open(self, taken: _Taken, grow: Callable[[KeeperClient, int, Gathered], object]) -> SlotView:
-        """A slot for the version, with everything in it that is not a tensor; `grow` gets larger slots if need be."""
+    def _open(
+        self, taken: _Taken, grow: Callable[[KeeperClient, int, Gathered], object], *, anew: bool = False
+    ) -> SlotView:
+        """A slot for the version, with everything in it that is not a tensor; `grow` gets larger slots if need be.
+
+        Nothing is written of images that may stay as they are, unless all is to be copied `anew`.
+        """
         client, structure = taken.client, taken.structure
         values = structure.encode(taken.gathered)
         plan = structure.plan(values)
         if plan.num_bytes > self._reserved:
             grow(client, plan.num_bytes + SPARE_BYTES, taken.gathered)
         self._link.unannounced.announce(client)
-        version, timeout_s = taken.handle.version, self._slot_patience_s
+        version, timeout_s, told = taken.handle.version, self._slot_patience_s, list[Begun]()
         try:
             slot = client.begin(
-                version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s, ask_again=self._behind()
-            )
+                version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s, ask_again=self._behind(),
+                told=told.append,
+            )  # fmt: skip
         except KeeperLost:
             self._link.heard_nothing(client)
             raise
         view = self._view(slot, plan)
-        view.write_frames(values)
+        known = stands(view, client, told[-1])
+        view.known = {} if anew else known
+        view.write_frames(values, but=view.known)
         return view
 
     def _behind(self) -> Callable[[], bool] | None:
@@ -484,7 +496,7 @@ class Saver:
 
         def opened() -> Opened:
             try:
-                view = self._open(taken, self._prepare)
+                view = self._open(taken, self._prepare, anew=True)
             except KeeperLost as error:
                 raise LevelNotReached(f"the keeper is lost: {error.what}") from error
             now, late = view.assign(taken.gathered.tensors, taken.split)
@@ -499,7 +511,10 @@ class Saver:
 
     def _copy(self, taken: _Taken, view: SlotView, *, watch: bool = True) -> None:
         """Copies in the call what may change, and what has to be compared, which `watch` asks for; queues the rest."""
-        now, late = view.assign(taken.gathered.tensors, taken.split)
+        unchanged = self._unchanged.look(view, taken.gathered.tensors, taken.split)
+        for image in unchanged.changed:
+            view.write_header(image)
+        now, late = view.assign(taken.gathered.tensors, unchanged.split)
         parts, sources, targets = view.plan.parts, view.sources, view.targets
         pledged = [LatePiece(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
         names = [parts[i].name for i in late.device_parts]
@@ -507,7 +522,7 @@ class Saver:
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         copy_plan.copy_at_once(now, self._num_threads)
         watched = [ImmediatePiece(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
-        ending = replace(self._ending(taken, view), watched=watched, pledged=pledged)
+        ending = replace(self._ending(taken, view, unchanged), watched=watched, pledged=pledged)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
             job = LateCopyJob(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
@@ -532,9 +547,15 @@ class Saver:
             return open_checkpointers.broken.reason
         return STEPPED if self.fence.is_void(steps) else ""
 
-    def _ending(self, taken: _Taken, view: SlotView) -> SaveCompletion:
-        handle, client = taken.handle, taken.client
-        return SaveCompletion(handle, client, view, self._trust, self.give_up, check=taken.check, spots=taken.spots)
+    def _ending(self, taken: _Taken, view: SlotView, unchanged: Look | None = None) -> SaveCompletion:
+        lengths = {image.ref.bundle_id: image.plan.length for image in view.plan.images}
+        kept = sum(lengths[bundle_id] for bundle_id in unchanged.kept) if unchanged is not None else 0
+        self._events.count("slot_kept_bytes", kept)
+        self._events.count("slot_copied_bytes", sum(lengths.values()) - kept)
+        handle, client, check, spots = taken.handle, taken.client, taken.check, taken.spots
+        return SaveCompletion(
+            handle, client, view, self._trust, self.give_up, check=check, spots=spots, unchanged=unchanged
+        )
 
     def _batches(self, late: Copies) -> list[Batch]:
         most = copy_plan.PACED_BATCH_BYTES if self.fence.pace else copy_plan.BATCH_BYTES

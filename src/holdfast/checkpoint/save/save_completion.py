@@ -21,6 +21,7 @@ from holdfast.base.errors import KeeperLost
 from holdfast.checkpoint.capture.copy_plan import SlotView
 from holdfast.checkpoint.capture.late_copy_check import CopyCheck
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, differing, digest, named
+from holdfast.checkpoint.capture.unchanged_images import Look
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.keeper.rpc.client import KeeperClient
 
@@ -53,6 +54,7 @@ class SaveCompletion:
         view: the slot.
         check: what late parts were at the call; None if nothing was copied late.
         spots: of what ranks of this node share, for the keeper to compare.
+        unchanged: what was not copied; None if nothing was looked at.
         give_up: called with the handle and the reason if the version cannot be completed.
     """
 
@@ -65,6 +67,7 @@ class SaveCompletion:
     pledged: Sequence[LatePiece] = ()
     check: CopyCheck | None = None
     spots: bytes = b""
+    unchanged: Look | None = None
 
     @property
     def needs_fence(self) -> bool:
@@ -78,10 +81,17 @@ class SaveCompletion:
         if reason:
             self.give_up(self.handle, reason)
             return
+        kept = self.unchanged.kept if self.unchanged is not None else ()
         try:
-            self.client.copied(self.handle.version, self.view.plan.spans, self.spots)
+            self.client.copied(self.handle.version, self.view.plan.spans, self.spots, kept=kept)
         except KeeperLost as error:
             self.give_up(self.handle, f"the keeper is lost: {error.what}")
+            return
+        if self.unchanged is not None:
+            try:
+                self.unchanged.note(self.view, self.client, self.handle.version)
+            except Exception as error:  # noqa: BLE001 - the version stands; the next one is copied whole
+                logger.info("%s: what lies in the slot is not remembered: %s", self.handle.version, error)
 
     def at_fence(self, stepping: bool) -> None:
         """Nothing may have changed since the call. Only a fence before a step counts as proof."""

@@ -11,7 +11,6 @@ in doubt is sent.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 
 from holdfast.base.errors import CorruptError
@@ -21,12 +20,11 @@ from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.slots import ImagePlace
+from holdfast.tiers.memory.spoiled_images import spoiled
 
 logger = logging.getLogger(__name__)
 
 _PIN = "copied from"
-# Of an image that stays in place this share of the chunks is proved, at least one, chosen at random.
-PROVED_PARTS = 64
 
 
 def keep(state: NodeState, held: HeldSlot, place: ImagePlace, stopping: Callable[[], bool]) -> bool:
@@ -46,18 +44,6 @@ def keep(state: NodeState, held: HeldSlot, place: ImagePlace, stopping: Callable
             return True
         logger.warning("a replica of rank %d is not kept but brought anew: %s", held.rank, fault)
     return _copied(state, held, place, stopping)
-
-
-def spoiled(view: memoryview, seal: Seal) -> str:
-    """Return what is wrong with some chunks of an image that was proved before, chosen at random; empty: nothing."""
-    count = len(seal.chunk_digests)
-    for index in random.sample(range(count), -(-count // PROVED_PARTS)):
-        chunk = view[index * image_format.CHUNK_BYTES : (index + 1) * image_format.CHUNK_BYTES]
-        try:
-            image_format.check_chunk(index, image_format.chunk_digest(chunk), seal, "")
-        except CorruptError as error:
-            return error.what
-    return ""
 
 
 def _copied(state: NodeState, held: HeldSlot, place: ImagePlace, stopping: Callable[[], bool]) -> bool:

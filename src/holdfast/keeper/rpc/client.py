@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.base.errors import KeeperError, KeeperLost, LevelNotReached
@@ -19,7 +19,7 @@ from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.core.scheduling.step_agreement import Proposal
 from holdfast.keeper.rpc import messages
-from holdfast.keeper.rpc.messages import Assembly, ImageSpan, Inventory
+from holdfast.keeper.rpc.messages import Assembly, Begun, ImageSpan, Inventory
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S, KeeperViewer
 from holdfast.tiers.memory import slots as slot_memory
 from holdfast.tiers.memory.slots import Slot
@@ -29,7 +29,7 @@ from holdfast.tiers.wire import frames
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot"]
+__all__ = ["Assembly", "Begun", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot"]
 
 # What a keeper may need beyond the wait that was asked for.
 GRACE_S = 5.0
@@ -164,6 +164,7 @@ class KeeperClient(KeeperViewer):
         durable: bool,
         timeout_s: float,
         ask_again: Callable[[], bool] | None = None,
+        told: Callable[[Begun], object] = lambda _: None,
     ) -> Slot:
         """A slot to write `version` into; its header is already invalid. The overwrite guard chooses.
 
@@ -173,6 +174,7 @@ class KeeperClient(KeeperViewer):
             durable: whether this version is due for storage.
             timeout_s: how long to wait for a slot to become free.
             ask_again: asked at the end of that time: whether it is too early to abandon the version. Then as much time begins.
+            told: called with the keeper's words about the slot.
 
         Raises:
             LevelNotReached: no slot became free, with the reason; the version is then abandoned for this rank.
@@ -197,17 +199,21 @@ class KeeperClient(KeeperViewer):
             if left_s <= 0:
                 ask_again, left_s = ask_again if ask_again is not None and ask_again() else None, timeout_s
         self._map((reply.slot_id,) if fds else (), fds)
+        told(reply)
         return self._slot(reply.slot_id, timeout_s + BEGIN_GRACE_S)
 
-    def copied(self, version: Version, images: Sequence[ImageSpan], spots: bytes = b"") -> None:
+    def copied(
+        self, version: Version, images: Sequence[ImageSpan], spots: bytes = b"", *, kept: Iterable[str] = ()
+    ) -> None:
         """All images lie in the slot. Returns at once; the keeper hashes, seals, replicates and persists.
 
         Args:
             version: which one.
             images: where they lie.
             spots: 8 bytes for each name that was registered as shared; the keeper compares those of its ranks.
+            kept: bundles of which not a byte was written: their images are what stood there when the slot was begun.
         """
-        self._caller.tell(messages.Copied(version=version, images=tuple(images), spots=spots))
+        self._caller.tell(messages.Copied(version=version, images=tuple(images), spots=spots, kept=tuple(sorted(kept))))
 
     def persist(self, version: Version) -> None:
         """`version`, begun without `durable`, is due for storage after all. One rank that says so is enough."""

@@ -21,7 +21,7 @@ from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions.coordinator_board import Announcement
 from holdfast.core.versions.node_ledger import Reports
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 RANK, VIEWER, KEEPER, OPERATOR = "rank", "viewer", "keeper", "operator"
 
@@ -227,15 +227,28 @@ class Begin(Message, tag="begin", frozen=True, kw_only=True):
     waited_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ImageThere:
+    """An image of a rank that stands in a slot as it was sealed."""
+
+    bundle_id: str
+    offset: int
+    length: int
+
+
 class Begun(Message, tag="begun", frozen=True, kw_only=True):
     """The slot is yours; its header is invalid. Its descriptor comes along if the client does not have it.
 
     Attributes:
         slot_id: NO_SLOT: none became free in the time, and the version is not abandoned.
+        version: what the rank saved there before, if that was sealed.
+        there: its images. What is not written of them need not be hashed again (`Copied.kept`).
     """
 
     slot_id: int
     reason: str
+    version: Version | None = None
+    there: tuple[ImageThere, ...] = ()
 
 
 class Copied(Message, tag="copied", frozen=True, kw_only=True):
@@ -243,11 +256,13 @@ class Copied(Message, tag="copied", frozen=True, kw_only=True):
 
     Attributes:
         spots: of every tensor that was registered as shared, 8 bytes that follow from some of its elements at the save.
+        kept: bundles whose images stood there when the slot was begun, and of which not a byte was written since.
     """
 
     version: Version
     images: tuple[ImageSpan, ...]
     spots: bytes = b""
+    kept: tuple[str, ...] = ()
 
 
 class Persist(Message, tag="persist", frozen=True, kw_only=True):

@@ -10,10 +10,13 @@ import logging
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.base.errors import Fenced, HoldfastError, LevelNotReached, UsageError
 from holdfast.core.model import Version
+from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.rpc import messages
-from holdfast.keeper.rpc.messages import FREE_SLOTS, NO_SLOT, Begin, Begun, refusal
+from holdfast.keeper.rpc.messages import FREE_SLOTS, NO_SLOT, Begin, Begun, ImageThere, refusal
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.sealer import Sealer
@@ -91,10 +94,15 @@ class SaveRequests:
             why = f"; nothing newer than {kept[0]} has a second copy yet" if kept else ""
             waiting.reason = decision.reason + why
             return False
+        before = held.version if held.state is SlotState.SEALED and held.layout else None  # not what was fetched
         held.start(request.version, layout=state.layouts[rank].fingerprint, durable=request.durable)
         fds = () if held.slot.slot_id in waiting.trainer.known else (held.slot.fd,)
         waiting.trainer.known.add(held.slot.slot_id)
         begun = Begun(id=request.id, slot_id=held.slot.slot_id, reason=decision.reason)
+        if before is not None:
+            places = held.before.values()
+            there = tuple(ImageThere(p.ref.bundle_id, p.offset, p.seal.length) for p in places)
+            begun = msgspec.structs.replace(begun, version=before, there=there)
         waiting.trainer.connection.send(begun, fds)
         return True
 
@@ -157,7 +165,7 @@ class SaveRequests:
                 self._state.abandon(rank, version, differing)
                 return
             try:
-                self._sealer.put(held, version, request.images)
+                self._sealer.put(held, version, request.images, request.kept)
             except HoldfastError as error:
                 held.clear()
                 self._state.alarms.warn(f"images of rank {rank}", f"{version} is abandoned: {error}")

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from holdfast.base.errors import HoldfastError, KeeperError
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperError
 from holdfast.base.events import Events
 from holdfast.core.model import RankLayout, Seal, Version
 from holdfast.core.versions.slot_guard import SlotState
@@ -27,6 +27,7 @@ from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.page_populate import share_of_cores
 from holdfast.tiers.memory.slots import ImagePlace
+from holdfast.tiers.memory.spoiled_images import spoiled
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class _Job:
     held: HeldSlot
     version: Version
     images: tuple[ImageSpan, ...]
+    kept: Mapping[str, Seal]
 
 
 class Sealer:
@@ -57,16 +59,23 @@ class Sealer:
             niceness=0,  # it takes milliseconds, and the next save may wait for the level
         )
 
-    def put(self, held: HeldSlot, version: Version, images: Sequence[ImageSpan]) -> None:
+    def put(self, held: HeldSlot, version: Version, images: Sequence[ImageSpan], kept: Collection[str] = ()) -> None:
         """Takes a slot over from the trainer. Under the state's lock.
 
+        Args:
+            held: the slot.
+            version: what was copied into it.
+            images: where they lie.
+            kept: bundles of which the trainer wrote nothing, since what stood there was right: they keep their seals.
+
         Raises:
-            KeeperError: an image lies outside the slot, overlaps another, or is not the rank's.
+            KeeperError: an image lies outside the slot, overlaps another, is not the rank's, or was kept and did not stand there.
         """
         _check(held, self._state.layouts.get(held.rank), images)
+        seals = _kept(held, images, kept)
         held.copied = True
         held.pins[_PIN] += 1
-        if not self._worker.put(_Job(held, version, tuple(images))):
+        if not self._worker.put(_Job(held, version, tuple(images), seals)):
             held.unpin(_PIN)
             raise KeeperError("too many slots wait to be sealed")
 
@@ -92,7 +101,10 @@ class Sealer:
             places = {}
             for span in job.images:
                 view = held.slot.view[span.offset : span.offset + span.length]
-                if self._threads is None or self._windows.shown(held.rank) is not None:
+                if span.ref.bundle_id in job.kept:
+                    turns.wait(held.rank, min(span.length, image_format.CHUNK_BYTES))
+                    seal = self._keep(job, view, job.kept[span.ref.bundle_id])
+                elif self._threads is None or self._windows.shown(held.rank) is not None:
                     seal = image_format.seal(span.ref.bundle_id, view, before=lambda size: turns.wait(held.rank, size))
                 else:
                     seal = self._seal_on_threads(self._threads, span.ref.bundle_id, view)
@@ -111,6 +123,9 @@ class Sealer:
                 raise
         finally:
             state.unpin(held, _PIN)
+        kept = sum(span.length for span in job.images if span.ref.bundle_id in job.kept)
+        self._events.count("hash_kept_bytes", kept)
+        self._events.count("hashed_bytes", sum(span.length for span in job.images) - kept)
         self._events.emit(
             "node.sealed",
             version=str(job.version),
@@ -118,6 +133,20 @@ class Sealer:
             size_bytes=sum(span.length for span in job.images),
             seconds=time.perf_counter() - started,
         )
+
+    def _keep(self, job: _Job, view: memoryview, seal: Seal) -> Seal:
+        """The seal of an image that nobody wrote to since it was sealed; a share of it is proved.
+
+        Raises:
+            CorruptError: it is not what was sealed. Nobody can tell what is right then, so it is not hashed again.
+        """
+        fault = spoiled(view, seal)
+        if fault:
+            rank = job.held.rank
+            text = f"{job.version} is abandoned: what was not copied again has changed in memory: {fault}"
+            self._state.alarms.warn(f"images of rank {rank}", text)
+            raise CorruptError(f"what was not copied again has changed in memory: {fault}", where=f"rank {rank}")
+        return seal
 
     def _seal_on_threads(self, threads: ThreadPoolExecutor, bundle_id: str, view: memoryview) -> Seal:
         try:
@@ -127,6 +156,18 @@ class Sealer:
             self._threads = None
             threads.shutdown(wait=False, cancel_futures=True)
             return image_format.seal(bundle_id, view)
+
+
+def _kept(held: HeldSlot, images: Sequence[ImageSpan], kept: Collection[str]) -> dict[str, Seal]:
+    """The seals of images that stood in the slot when it was begun, and were left as they are."""
+    spans = {span.ref.bundle_id: span for span in images}
+    seals = {}
+    for bundle_id in kept:
+        place, span = held.before.get(bundle_id), spans.get(bundle_id)
+        if place is None or span is None or (place.offset, place.seal.length) != (span.offset, span.length):
+            raise KeeperError(f"the image of bundle {bundle_id} was not copied, and does not stand there")
+        seals[bundle_id] = place.seal
+    return seals
 
 
 def _check(held: HeldSlot, layout: RankLayout | None, images: Sequence[ImageSpan]) -> None:
