@@ -82,7 +82,7 @@ def bad_copies(job: Job, choice: Choice, facts: Facts) -> set[tuple[Version, str
 
 
 def _made(job: Job, version: Version, fetch: Fetch) -> str | None:
-    """What comes out of parity: the bundle that it was made of, if all that is needed is as it was then."""
+    """Return what comes out of parity: what the bundle was, if all that is needed is as it was then."""
     pieces = {node: job.keepers[node].parity.get(version) for node in fetch.parity if node >= 0}
     first = next(iter(pieces.values()))
     if first is None or any(piece is None or piece.covers != first.covers for piece in pieces.values()):
