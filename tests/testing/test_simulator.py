@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
 import forked
+from holdfast.core.layout.parity_groups import STANDS
 from holdfast.core.model import Version
-from holdfast.core.versions.coordinator_board import Announcement, Kind
+from holdfast.core.versions.coordinator_board import Announcement, Board, Kind
+from holdfast.core.versions.node_ledger import NodeLedger
 from holdfast.testing.simulator.__main__ import simulate
 from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.network import Storage
@@ -39,6 +42,39 @@ def held(seeds: range) -> set[str]:
 
 def test_clusters_break_no_promise() -> None:
     assert len(held(range(1000, 1012))) >= 12
+
+
+def test_clusters_that_keep_parity_break_no_promise() -> None:
+    results = [run(seed, parity=True) for seed in range(6)]
+    assert [f"seed {r.seed}: {r.violation}" for r in results if r.violation] == []
+    assert sum(r.faults["node loss"] for r in results)
+
+
+def one_piece_is_enough(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Board, "_stands", lambda _, entry, group: bool(group) and STANDS in entry.replicas)
+
+
+def slots_go_when_something_newer_is_captured(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NodeLedger, "awaits_copies", lambda *_: False)
+
+
+@pytest.mark.parametrize(
+    ("plant", "breaks"), [(one_piece_is_enough, {"S13"}), (slots_go_when_something_newer_is_captured, {"S1", "S13"})]
+)
+def test_a_rule_of_parity_that_is_taken_out_is_missed(
+    plant: Callable[[pytest.MonkeyPatch], None], breaks: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    violations = (run(seed, parity=True).violation for seed in range(60))
+    found = next(violation for violation in violations if violation is not None)
+    assert found.invariant in breaks
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_hundreds_of_clusters_that_keep_parity_break_no_promise() -> None:
+    results = [run(seed, parity=True) for seed in range(300)]
+    assert [f"seed {r.seed}: {r.violation}" for r in results if r.violation] == []
 
 
 @pytest.mark.slow

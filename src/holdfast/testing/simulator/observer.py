@@ -6,10 +6,11 @@ testing.simulator.simulated_job at the moment that something is said, written or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.model import BundleRef, Level, Version
+from holdfast.core.layout import parity_groups, replica_placement
+from holdfast.core.model import BundleRef, Level, Topology, Version
 from holdfast.core.versions.coordinator_board import Announcement, Kind
 from holdfast.core.versions.lineage import Lineage
 from holdfast.testing.simulator.clock import Violation
@@ -17,6 +18,13 @@ from holdfast.testing.simulator.network import Storage
 from holdfast.testing.simulator.simulated_keeper import Keeper
 
 MAX_REMEMBERED = 80  # of anything that a ledger or a board keeps (S15)
+
+
+def groups_of(table: Sequence[BundleRef], topology: Topology) -> dict[str, tuple[int, ...]]:
+    """Return by bundle that lives in one node only the nodes that keep parity of it."""
+    groups = parity_groups.by_node(topology)
+    homes = {ref.bundle_id: replica_placement.only_home(ref, topology) for ref in table} if groups else {}
+    return {name: groups[home] for name, home in homes.items() if home is not None}
 
 
 @dataclass(slots=True)
@@ -31,6 +39,7 @@ class Observer:
         under_replicated: the newest version that was called replicated and then, by word of the coordinator, no more.
         living: versions that descend from no rolled-back step.
         origin: what the present incarnation resumed from.
+        parity: version -> nodes that ever had their piece of it; `parity_of`: bundle -> the nodes whose pieces protect it.
         lost: nodes whose memory was lost since the last recovery; `renewed`: those whose keeper died.
     """
 
@@ -48,6 +57,8 @@ class Observer:
     complete: Version | None = None
     under_replicated: Version | None = None
     origin: Version | None = None
+    parity: dict[Version, set[int]] = field(default_factory=dict)
+    parity_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def saves(self, version: Version, ref: BundleRef) -> str:
         """The digest of a bundle's state at the save."""
@@ -79,7 +90,10 @@ class Observer:
                 raise Violation("S16", f"{version} is called captured although its twins differ")
         if news.kind is Kind.REPLICATED:
             under_replicated = [
-                r.bundle_id for r in self.table if len(self.nodes_of.get((version, r.bundle_id), set())) < 2
+                r.bundle_id
+                for r in self.table
+                if len(self.nodes_of.get((version, r.bundle_id), set())) < 2
+                and not self._has_parity(version, r.bundle_id)
             ]
             if under_replicated:
                 raise Violation("S13", f"{version} is called replicated; {under_replicated[0]} was never in two nodes")
@@ -93,6 +107,10 @@ class Observer:
                 raise Violation("S13", f"{version} is called durable; it has no manifest")
             if not superfluous:
                 storage.acked = max(storage.acked or version, version)
+
+    def _has_parity(self, version: Version, bundle_id: str) -> bool:
+        group = self.parity_of.get(bundle_id, ())
+        return bool(group) and self.parity.get(version, set()).issuperset(group)
 
     def told(self, news: Announcement) -> None:
         """A keeper whose trainer lives has heard it: from here on it is acknowledged."""

@@ -241,14 +241,14 @@ class Striker:
         return True
 
 
-def run(seed: int, *, verbose: bool = False) -> Result:
-    """One run from its seed."""
+def run(seed: int, *, verbose: bool = False, parity: bool = False) -> Result:
+    """One run from its seed; with `parity` of three nodes or more that keep parity of each other."""
     clock = Clock(seed, verbose=verbose)
     violation = None
     striker: Striker | None = None
     job: Job | None = None
     try:
-        job = Job(clock)
+        job = Job(clock, parity=parity)
         striker = Striker(job)
         job.split_hurts = clock.chance.random() < 0.3
         for _ in range(clock.chance.randint(MIN_FAULTS, MAX_FAULTS)):

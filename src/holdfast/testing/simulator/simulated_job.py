@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from holdfast.core.layout import bundles
+from holdfast.core.layout.parity_groups import STANDS
+from holdfast.core.layout.parity_stripes import Piece
 from holdfast.core.model import BundleRef, RankLayout, Topology, Version
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Choice, ChoiceDeferred, Quarantine
@@ -23,7 +25,7 @@ from holdfast.testing.simulator import persisting
 from holdfast.testing.simulator import simulated_restore as choice_model
 from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.network import Network, Storage
-from holdfast.testing.simulator.observer import Observer
+from holdfast.testing.simulator.observer import Observer, groups_of
 from holdfast.testing.simulator.simulated_escalation import Climb
 from holdfast.testing.simulator.simulated_keeper import Desk, Held, Keeper, as_seals
 from holdfast.testing.simulator.trainer_state import Memories, stepper
@@ -37,19 +39,21 @@ class Job:
 
     Args:
         clock: of the run; its chance decides the shape of the cluster too.
+        parity: whether nodes keep parity of each other, and no replicas.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, parity: bool = False) -> None:
         chance = clock.chance
-        num_nodes, per_node = chance.randint(1, 4), chance.randint(1, 2)
+        num_nodes, per_node = chance.randint(3, 6) if parity else chance.randint(1, 4), chance.randint(1, 2)
         node_of = tuple(node for node in range(num_nodes) for _ in range(per_node))
         self.clock, self.network, self.storage = clock, Network(clock), Storage(clock)
-        self.topology = Topology(tuple(f"n{node}" for node in range(num_nodes)), node_of)
+        way = f"parity:{chance.randint(3, num_nodes)}" if parity else "replica"
+        self.topology = Topology(tuple(f"n{node}" for node in range(num_nodes)), node_of, redundancy=way)
         self.table = self._draw_state()
         self.layouts = {rank: self._layout(rank) for rank in range(self.topology.world_size)}
         slots = chance.choice([2, 2, 3])
         self.keepers = [Keeper(node, self.topology, slots) for node in range(num_nodes)]
-        self.observer = Observer(self.table, self.topology.world_size)
+        self.observer = Observer(self.table, self.topology.world_size, parity_of=groups_of(self.table, self.topology))
         self.memories, self.every = Memories(self.layouts, self.table), chance.choice([1, 1, 2])
         self.climb = Climb(recover=self.recover, kill=self.end_process, lose=lambda: self.memories.lose(self.layouts))
         self.step = 0
@@ -283,6 +287,7 @@ class Job:
             self.observer.told(news)
         if news.kind is Kind.CAPTURED:
             self._replicate(keeper, news.version, self.clock.now_s + 20.0)
+            self._make_parity(keeper, news.version, self.clock.now_s + 20.0)
         persisting.heard(self, keeper, news)
 
     def _replicate(self, keeper: Keeper, version: Version, deadline: float) -> None:
@@ -312,6 +317,29 @@ class Job:
                 self.report(keeper, Reports(replicas=((version, (ref.bundle_id,)),)))
         if [ref for _, _, ref in wanted if ref.bundle_id not in held] and self.clock.now_s < deadline:
             self.clock.after(0.3 * self.network.slow, lambda: self._replicate(keeper, version, deadline))
+
+    def _make_parity(self, keeper: Keeper, version: Version, deadline: float) -> None:
+        """Makes this node's piece of parity, of what all members of its group hold; tries again while there is hope."""
+        ledger = keeper.ledger
+        if ledger is None or not keeper.alive or version.incarnation != ledger.incarnation or version in keeper.parity:
+            return
+        made = ledger.bundles_of(version)
+        if not made.of_parity:
+            return
+        covers = [
+            self.keepers[node].seals_of(version, names)
+            if self.keepers[node].alive and self.network.both_ways(keeper.node, node)
+            else None
+            for node, names in zip(made.group, made.of_parity, strict=True)
+        ]
+        whole = tuple(each for each in covers if each is not None)
+        if len(whole) == len(covers):
+            keeper.parity[version] = Piece(version, made.group.index(keeper.node), whole)
+            self.observer.parity.setdefault(version, set()).add(keeper.node)
+            ledger.replicated(version, (STANDS,))
+            self.report(keeper, Reports(replicas=((version, (STANDS,)),)))
+        elif self.clock.now_s < deadline:
+            self.clock.after(0.3 * self.network.slow, lambda: self._make_parity(keeper, version, deadline))
 
     def _tick(self, keeper: Keeper) -> None:
         """Finds the coordinator: the lowest living node that can be reached; joins it if it is another one."""

@@ -6,9 +6,11 @@ in place of bytes, messages are calls through testing.simulator.network. Called 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from holdfast.core.layout.parity_stripes import Piece
 from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
 from holdfast.core.versions import slot_guard
 from holdfast.core.versions.coordinator_board import Announcement, Board, Kind
@@ -60,6 +62,7 @@ class Keeper:
         self.life = 0
         self.slots: dict[int, list[Held]] = {}
         self.replicas: dict[Version, dict[str, tuple[int, Held]]] = {}
+        self.parity: dict[Version, Piece] = {}
         self.tables: dict[Version, tuple[BundleRef, ...]] = {}
         self.suspects: set[Version] = set()
         self.ledger: NodeLedger | None = None
@@ -79,7 +82,7 @@ class Keeper:
     def forget(self) -> None:
         """The process is gone; slots that trainers map stay, everything else does not."""
         self.life += 1
-        self.replicas, self.tables, self.suspects = {}, {}, set()
+        self.replicas, self.parity, self.tables, self.suspects = {}, {}, {}, set()
         self.ledger, self.desk, self.follows, self.line = None, None, None, Line(self.node)
         for own in self.slots.values():
             for held in own:
@@ -132,6 +135,13 @@ class Keeper:
         """The slot in which a rank holds a version."""
         return next((h for h in self.slots.get(rank, ()) if h.view.version == version and h.view.state is state), None)
 
+    def seals_of(self, version: Version, bundle_ids: Sequence[str]) -> tuple[Seal, ...] | None:
+        """Seals of these bundles from slots of local ranks; None if one is not here, or its bytes are not what was sealed."""
+        own = {name: held for v, rank, name, held in self.copies() if v == version and rank is not None}
+        if not all(name in own and own[name].seals[name] == own[name].content[name] for name in bundle_ids):
+            return None
+        return tuple(Seal(name, 1, own[name].seals[name]) for name in bundle_ids)
+
     def copies(self) -> list[tuple[Version, int | None, str, Held]]:
         """(version, whose slot or None for a replica, bundle, slot) of everything that is sealed here."""
         own = [
@@ -150,7 +160,10 @@ class Keeper:
         """Replicas that nobody needs go."""
         if self.ledger is None:
             return
-        awaited, knowledge = self._awaited(list(self.replicas), now_s), self.ledger.knowledge
+        awaited, knowledge = self._awaited([*self.replicas, *self.parity], now_s), self.ledger.knowledge
+        for version in list(self.parity):
+            if slot_guard.reusable(SlotView(0, SlotState.SEALED, version, int(version in awaited)), knowledge).value:
+                del self.parity[version]
         for version in list(self.replicas):
             pins = int(version in awaited) + sum(held.view.pins for _, held in self.replicas[version].values())
             if slot_guard.reusable(SlotView(0, SlotState.SEALED, version, pins), knowledge).value:

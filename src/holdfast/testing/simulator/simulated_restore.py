@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
+from holdfast.core.layout.parity_stripes import PieceCopy
 from holdfast.core.model import BundleRef, RankLayout, Seal, Topology, Version
 from holdfast.core.recovery import version_choice
-from holdfast.core.recovery.version_choice import Choice, Facts, MemoryCopy, Quarantine, Stored, Unreachable
+from holdfast.core.recovery.version_choice import Choice, Facts, Fetch, MemoryCopy, Quarantine, Stored, Unreachable
 from holdfast.core.versions.lineage import Lineage
 from holdfast.testing.simulator.clock import Violation
 from holdfast.testing.simulator.network import Storage
@@ -47,7 +48,8 @@ def facts(job: Job, quarantine: Quarantine) -> Facts:
     suspects = frozenset(version for keeper in job.keepers for version in keeper.suspects)
     lineage = Lineage(dict(job.storage.resumed))
     unreachable = Unreachable(manifests=unread)
-    return Facts(memory, tables, stored, lineage, job.topology, suspects, quarantine, unreachable)
+    parity = [PieceCopy.of(keeper.node, piece) for keeper in job.keepers for piece in keeper.parity.values()]
+    return Facts(memory, tables, stored, lineage, job.topology, suspects, quarantine, unreachable, parity=parity)
 
 
 def older(job: Job, newest: Version | None, quarantine: Quarantine) -> Version | None:
@@ -69,12 +71,28 @@ def bad_copies(job: Job, choice: Choice, facts: Facts) -> set[tuple[Version, str
     for rank in job.layouts:
         for fetch in version_choice.fetches(choice, rank, facts):
             name = fetch.ref.bundle_id
-            found = _bytes_of(job, choice.version, name, fetch.node)
+            found = (
+                _made(job, choice.version, fetch) if fetch.parity else _bytes_of(job, choice.version, name, fetch.node)
+            )
             if found != fetch.seal.digest:
                 bad.add((choice.version, name, fetch.node))
             elif found != job.observer.state.get((choice.version, name)):
                 raise Violation("S5", f"{name} of {choice.version} is loaded; it is not what was saved")
     return bad
+
+
+def _made(job: Job, version: Version, fetch: Fetch) -> str | None:
+    """Return what comes out of parity: what the bundle was, if all that is needed is as it was then."""
+    pieces = {node: job.keepers[node].parity.get(version) for node in fetch.parity if node >= 0}
+    first = next(iter(pieces.values()))
+    if first is None or any(piece is None or piece.covers != first.covers for piece in pieces.values()):
+        return None
+    for member, node in enumerate(fetch.parity):
+        for seal in first.covers[member] if node >= 0 else ():
+            if _bytes_of(job, version, seal.bundle_id, node) != seal.digest:
+                return None
+    lost = first.covers[fetch.parity.index(-1)]
+    return next((seal.digest for seal in lost if seal.bundle_id == fetch.ref.bundle_id), None)
 
 
 def _bytes_of(job: Job, version: Version, bundle_id: str, node: int | None) -> str | None:
