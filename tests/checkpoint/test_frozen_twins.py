@@ -17,7 +17,7 @@ from holdfast.checkpoint.save.storage_saver import _require_alike
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout import bundles
 from holdfast.core.layout.bundles import kind_of
-from holdfast.core.model import Bundle, Topology
+from holdfast.core.model import Bundle, Shard, Topology
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make
 
@@ -43,7 +43,9 @@ def test_an_interrupted_rank_that_froze_more_than_a_new_one_saves_and_restores_w
     storage = open_storage(tmp_path / "ckpt", Events())
     stored = storage.manifest(storage.versions()[-1]).bundles
     still = [file.ref for file in stored if kind_of(file.ref.bundle_id)]
-    assert len({kind_of(ref.bundle_id) for ref in still}) == 1, "what both see alike, the teacher, lies apart all the same"
+    assert len({kind_of(ref.bundle_id) for ref in still}) == 1, (
+        "what both see alike, the teacher, lies apart all the same"
+    )
     again = run(tmp_path, "second", "", level)
     assert [(row["start"], row["began"]) for row in again] == [(1, row["now"]) for row in first]
 
@@ -51,7 +53,9 @@ def test_an_interrupted_rank_that_froze_more_than_a_new_one_saves_and_restores_w
 def test_storage_refuses_a_version_of_ranks_that_cut_it_in_different_ways(tmp_path: Path, runtime_dir: Path) -> None:
     rows = run(tmp_path, "first", "1", "unlike")
     assert all("ranks 0 and 1 share tensors, and do not hold the same of them" in row["came"] for row in rows)
-    assert not open_storage(tmp_path / "ckpt", Events()).versions(), "it would lack a part of a tensor, and verify as good"
+    assert not open_storage(tmp_path / "ckpt", Events()).versions(), (
+        "it would lack a part of a tensor, and verify as good"
+    )
 
 
 def test_the_members_of_a_group_that_do_not_all_hold_it_are_refused() -> None:
@@ -84,17 +88,25 @@ class Twin:
     def still(self) -> set[str]:
         return {name for name, live in self.state.gather().tensors.items() if live.still}
 
+    def shared_still(self) -> list[Shard]:
+        found = [live.shard for live in self.state.gather().tensors.values() if live.still]
+        return [shard for shard in found if len(shard.ranks) == 2]
+
     def plan(self) -> tuple[Bundle, ...]:
         shards = [live.shard for live in self.state.gather().tensors.values() if len(live.shard.ranks) == 2]
         return bundles.plan_bundles(shards, values_of=[], topology=TWINS, still=self.still())
 
 
+def agree(*twins: Twin) -> None:
+    told = [bundles.still_digests(twin.shared_still()) for twin in twins]
+    for twin in twins:
+        twin.state.agree_on_frozen(lambda own, rank=twin.rank: told if own == told[rank] else [])
+
+
 def test_twins_plan_the_same_whatever_each_takes_for_frozen() -> None:
     twins = Twin(0), Twin(1, "b")
     assert twins[0].plan() != twins[1].plan()
-    told = [twin.state.frozen() for twin in twins]
-    for twin in twins:
-        twin.state.agree_on_frozen(told)
+    agree(*twins)
     assert twins[0].plan() == twins[1].plan()
     assert [twin.still() & {"d.a", "d.b", "rest.c"} for twin in twins] == [{"rest.c"}] * 2, "only the contested object"
     for twin in twins:  # what comes later is not asked for again, so it is none
@@ -105,7 +117,5 @@ def test_twins_plan_the_same_whatever_each_takes_for_frozen() -> None:
 
 def test_twins_that_see_alike_keep_what_they_see() -> None:
     twins = Twin(0, "a"), Twin(1, "a")
-    told = [twin.state.frozen() for twin in twins]
-    for twin in twins:
-        twin.state.agree_on_frozen(told)
+    agree(*twins)
     assert all({"d.b", "rest.c"} <= twin.still() for twin in twins)

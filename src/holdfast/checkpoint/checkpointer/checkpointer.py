@@ -628,12 +628,13 @@ class Checkpointer:
     def _new_state(self, group: collectives.Ranks) -> State:
         """A look at the objects whose layout all ranks agree on. Collective."""
 
-        def look() -> tuple[State, dict[str, str]]:
+        def look() -> State:
             state = self._gatherer(group)
-            return state, state.frozen()
+            state.gather()
+            return state
 
-        state, frozen = collectives.together(group, look)
-        state.agree_on_frozen(collectives.gather_json(group, frozen))
+        state = collectives.together(group, look)
+        state.agree_on_frozen(functools.partial(collectives.gather_json, group))
         return state
 
     def _gatherer(self, group: collectives.Ranks) -> State:

@@ -62,7 +62,7 @@ class Owner:
 
 
 class StillNames:
-    """Which tensors may stay as they are for many versions, for good from the first look on.
+    """Remembers which tensors may stay as they are for many versions, for good from the first look on.
 
     For good, because a script that freezes and thaws by turns would have the job planned anew with every save. Whether a parameter is
     frozen may look otherwise on each rank: one that was interrupted while it trained something else stands beside one that
@@ -93,9 +93,7 @@ class StillNames:
 class Collector:
     """One look at the state."""
 
-    def __init__(
-        self, layouts: Layouts, late: frozenset[int] = frozenset(), still: StillNames | None = None
-    ) -> None:
+    def __init__(self, layouts: Layouts, late: frozenset[int] = frozenset(), still: StillNames | None = None) -> None:
         self.layouts = layouts
         self.tensors: dict[str, LiveTensor] = {}
         self.values: dict[Group, dict[str, Any]] = {}

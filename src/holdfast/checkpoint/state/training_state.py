@@ -20,7 +20,7 @@ The parts: `modules.py`, `optimizers.py`, `objects.py`, `randomness.py`; where a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -226,18 +226,16 @@ class State:
         """
         return self._watch is not None and all(part.unchanged() for part in self._stepping) and self._watch.unchanged()
 
-    @torch.no_grad()
-    def frozen(self) -> dict[str, str]:
-        """Return what this rank takes for still of what it shares with others: a digest for each kind of bundles.
+    def agree_on_frozen(self, exchange: Callable[[dict[str, str]], Sequence[Mapping[str, str]]]) -> None:
+        """Takes nothing for still of what ranks share, as of the last look, unless all of them do; see `StillNames`.
 
-        Not of what objects hand out, which is so by their class, on all ranks.
+        Not asked of what objects hand out, which is so by their class, on all ranks.
+
+        Args:
+            exchange: gives what this rank says to all ranks, and returns what each said. Collective.
         """
-        self.gather()
-        return bundle_layout.still_digests(self._shared_still())
-
-    def agree_on_frozen(self, told: Sequence[Mapping[str, str]]) -> None:
-        """Takes nothing for still that not every rank which shares it does; `told`: what `frozen` returned, of all ranks."""
-        self._still.agree(bundle_layout.contested(self._shared_still(), told))
+        shared = self._shared_still()
+        self._still.agree(bundle_layout.contested(shared, exchange(bundle_layout.still_digests(shared))))
         self._watch = None  # all is looked at once more
 
     def _shared_still(self) -> list[Shard]:
