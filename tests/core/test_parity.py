@@ -275,6 +275,16 @@ def test_one_thing_more_that_is_missing_or_different_makes_no_parity(what: str) 
     assert choose_version(group.facts()).value is None
 
 
+def test_a_piece_that_a_node_keeps_from_another_place_hides_no_whole_one() -> None:
+    """Nodes changed places: one has an old piece of another member, whose images it no longer has."""
+    group = Group()
+    group.lose(0)
+    group.pieces.append(PieceCopy.of(3, Piece(V, 2, group.covers)))
+    choice = choose_version(group.facts()).value
+    assert isinstance(choice, Choice)
+    assert {made.nodes[2] for made in choice.rebuilt.values()} == {2}
+
+
 def test_pieces_of_another_version_make_nothing() -> None:
     group = Group()
     group.lose(0)

@@ -14,13 +14,15 @@ from functools import partial
 import pytest
 
 from holdfast.base.errors import CorruptError, HoldfastError, LevelNotReached
-from holdfast.core.model import Level, Version
+from holdfast.core.layout.bundles import plan_bundles
+from holdfast.core.model import Bundle, Extent, Level, Shard, Version
 from holdfast.core.recovery.parity_choice import REBUILT
 from holdfast.core.recovery.version_choice import Choice, Quarantine, Source, choose_version, fetches
 from holdfast.testing.checks.evidence import slot_descriptors, slot_header
+from holdfast.testing.faults import rig as rig_module
 from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.memory.processes import start_time
-from keeper.rig import Rig, Trainer, eventually, reached, save_all
+from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
 from kit.nodes import facts_of, reborn, restored
 
 MakeRig = Callable[..., Rig]
@@ -150,6 +152,56 @@ def test_a_node_that_came_back_gets_its_parity_again_and_another_may_go(make_rig
             trainer.client.resume(rig.incarnation, version, facts.tables[version])
         eventually(partial(_has_all_pieces, trainers[0], version))
     replicate(trainers, [7])
+
+
+@pytest.mark.parametrize(("own_kib", "lost"), [((4, 0, 0, 0), 0), ((0, 4, 4, 0, 0), 2)])
+def test_a_node_comes_back_though_others_have_nothing_to_keep_parity_of(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, own_kib: tuple[int, ...], lost: int
+) -> None:
+    """What is called replicated comes back: an empty piece of parity counts as one that is there."""
+    monkeypatch.setattr(rig_module, "bundles_of", partial(_uneven, own_kib))
+    rig = make_rig(num_nodes=len(own_kib), redundancy="parity:4")
+    version = replicate(rig.start(), range(2))
+    lose(rig.trainers, lost)
+    back = come_back(rig, version)
+    facts = facts_of(rig, back[0].client.inventory())
+    decision = choose_version(facts)
+    assert isinstance(decision.value, Choice), decision.reason
+    assert decision.value.version == version
+    plan = fetches(decision.value, lost, facts)
+    found = {item.ref.bundle_id: item for item in back[lost].client.obtain(version, plan, timeout_s=10)}
+    expected = {bundle.bundle_id: image_of(bundle, version.step) for bundle in _uneven(own_kib, rig, lost)}
+    assert {name: bytes(item.view) for name, item in found.items()} == expected
+    assert {item.source for item in found.values()} == {Source.PEER, Source.PARITY}
+
+
+def _uneven(own_kib: tuple[int, ...], rig: Rig, rank: int) -> tuple[Bundle, ...]:
+    """The bundles of a rank: what all hold, and as much of its own as is said."""
+    shards = [Shard("weight", "F32", (1, 512), Extent((0, 0), (1, 512)), tuple(range(len(own_kib))))]
+    if rows := own_kib[rank]:
+        shards.append(Shard(f"rank{rank}/own", "F32", (rows, 256), Extent((0, 0), (rows, 256)), (rank,)))
+    return plan_bundles(shards, values_of=[], topology=rig.topology)
+
+
+def test_pieces_that_were_made_in_another_group_are_not_mixed_with_those_of_now(make_rig: MakeRig) -> None:
+    """The job resumes with smaller groups: each node has two pieces of the version, until it saves again."""
+    rig = make_rig(num_nodes=6, redundancy="parity:6")
+    version = replicate(rig.start(), range(2))
+    lose(rig.trainers)
+    rig.topology = replace(rig.topology, redundancy="parity:3")
+    back = come_back(rig, version)
+    facts = facts_of(rig, back[0].client.inventory())
+    for trainer in back:
+        trainer.client.resume(rig.incarnation, version, facts.tables[version])
+    eventually(lambda: _sizes(back[0], version) == [3] * 6 + [6] * 6)
+    lose(back, 1)
+    back = come_back(rig, version)
+    facts = facts_of(rig, back[0].client.inventory())
+    assert {restored(trainer, facts)[0] for trainer in back} == {version}
+
+
+def _sizes(trainer: Trainer, version: Version) -> list[int]:
+    return sorted(copy.size for copy in trainer.client.inventory().parity if copy.version == version)
 
 
 def _has_all_pieces(trainer: Trainer, version: Version) -> bool:

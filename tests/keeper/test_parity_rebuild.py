@@ -67,7 +67,7 @@ class Members:
         seal = next(seal for seal in self.covers[LOST] if seal.bundle_id == name)
         nodes = tuple(-1 if member == LOST else member for member in range(SIZE))
         brief = Seal(seal.bundle_id, seal.length, seal.digest)
-        fetch = Fetch(BundleRef(name, (LOST,)), brief, Source.PARITY, REBUILT, parity=nodes)
+        fetch = Fetch(BundleRef(name, (LOST,)), brief, Source.PARITY, REBUILT, parity=nodes, pieces=self.said[0].digest)
         found = bytearray(len(data))
         told: list[int] = []
         assert (reader or self.reader()).read(V, fetch, 0, memoryview(found), told.append) == seal
@@ -83,7 +83,7 @@ class _Peer:
         self._members = members
         self._node = node
 
-    def parity(self, _: Version, bundle_id: str, *, known: bool = False) -> tuple[Piece | None, Seal]:
+    def parity(self, _: Version, bundle_id: str, __: str, *, known: bool = False) -> tuple[Piece | None, Seal]:
         piece = self._members.said[self._node]
         seal = next((s for seals in piece.covers for s in seals if s.bundle_id == bundle_id), None)
         if seal is None:

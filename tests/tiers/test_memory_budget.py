@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from holdfast.base.errors import MemoryRefused
+from holdfast.tiers.memory import memory_budget
 from holdfast.tiers.memory.memory_budget import Budget, Limits, allowed_bytes, read_limits
 from holdfast.tiers.memory.processes import start_time, take_lock
 from kit.control_groups import made_up
@@ -68,8 +70,10 @@ def test_reservations_add_up_and_come_back(tmp_path: Path) -> None:
 def test_keepers_of_one_cgroup_share_and_a_dead_one_gives_back(tmp_path: Path) -> None:
     code = f"""
 import sys
+from functools import partial
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
+from holdfast.tiers.memory import memory_budget
 from holdfast.tiers.memory.memory_budget import Budget
 Budget(Path({str(tmp_path / "m")!r}), "10MiB").reserve(6 << 20, "slots")
 print("ok", flush=True)
@@ -90,6 +94,20 @@ sys.stdin.read()
 
     budget.reserve(10 * MIB, "slots")
     budget.close()
+
+
+def test_a_refusal_by_the_setting_reads_the_same_whatever_else_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alarm with another text is told anew, and whoever asks again and again would flood every log."""
+    budget, texts = Budget(tmp_path / "m", "10MiB"), set()
+    for available in (50 * MIB, 51 * MIB):
+        monkeypatch.setattr(memory_budget, "read_limits", partial(Limits, 100 * MIB, available, "/"))
+        with pytest.raises(MemoryRefused) as refused:
+            budget.reserve(11 * MIB, "parity")
+        texts.add(str(refused.value))
+    budget.close()
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a:1:2": "x"}', b"\xff\xfe"])

@@ -61,7 +61,7 @@ class Piece:
     @property
     def name(self) -> str:
         """Return the name of its bytes, where images have those of bundles; no bundle bears such a one."""
-        return f"~parity-{self.member}-{self.digest}"
+        return piece_name(self.member, self.digest)
 
     @property
     def digest(self) -> str:
@@ -74,6 +74,11 @@ class Piece:
         """Return it without the digests of chunks."""
         covers = tuple(tuple(replace(seal, chunk_digests=()) for seal in seals) for seals in self.covers)
         return replace(self, covers=covers)
+
+
+def piece_name(member: int, digest: str) -> str:
+    """Return the name of the bytes of a member's piece (`Piece.name`) by what all pieces of its group have in common."""
+    return f"~parity-{member}-{digest}"
 
 
 @dataclass(frozen=True, slots=True)

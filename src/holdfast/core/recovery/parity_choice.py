@@ -23,10 +23,12 @@ class Rebuilt:
 
     Attributes:
         nodes: by member of the group, the node that has its piece and its images; -1 for the one that lacks the bundle.
+        digest: `Piece.digest` of the pieces: a node may have others of the same version, made in another group.
     """
 
     seal: Seal
     nodes: tuple[int, ...]
+    digest: str
 
 
 def rebuildable(
@@ -42,15 +44,18 @@ def rebuildable(
     groups: dict[tuple[str, int], dict[int, PieceCopy]] = {}
     for copy in pieces:
         if copy.version == version and 0 <= copy.member < copy.size:
-            groups.setdefault((copy.digest, copy.size), {})[copy.member] = copy
+            there = groups.setdefault((copy.digest, copy.size), {})
+            before = there.get(copy.member)  # on the node where that member was before the nodes changed places
+            if before is None or not _is_whole(before, held):
+                there[copy.member] = copy
     found: dict[str, Rebuilt] = {}
     refused: dict[str, str] = {}
-    for (_, size), there in groups.items():
+    for (digest, size), there in groups.items():
         lacking = [member for member in range(size) if member not in there or not _is_whole(there[member], held)]
         if len(lacking) == 1:
             nodes = tuple(-1 if member in lacking else there[member].node for member in range(size))
             before = there[(lacking[0] - 1) % size]
-            found.update((seal.bundle_id, Rebuilt(seal, nodes)) for seal in before.successor)
+            found.update((seal.bundle_id, Rebuilt(seal, nodes, digest)) for seal in before.successor)
         elif lacking:
             why = f"{len(lacking)} of the {size} nodes of its parity group lack what they had, and parity makes up for one"
             refused.update((seal.bundle_id, why) for copy in there.values() for seal in (*copy.own, *copy.successor))

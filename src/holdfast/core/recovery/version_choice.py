@@ -125,8 +125,7 @@ class Choice:
         in_storage: whether the durable checkpoint may serve as a source.
         world_size: number of ranks that saved it.
         files: of the durable checkpoint, the name of every bundle's file.
-        rebuilt: of bundles that no memory holds and parity can make: by member of the group, the node to ask; -1 for the
-            one that is lost.
+        rebuilt: of bundles that no memory holds and parity can make, how.
     """
 
     version: Version
@@ -136,7 +135,7 @@ class Choice:
     in_storage: bool
     world_size: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
-    rebuilt: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rebuilt: Mapping[str, parity_choice.Rebuilt] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,8 @@ class Fetch:
         chunks: runs (first, end) of checksum chunks that are needed, ascending and apart; None is the whole image.
         via: of storage: the node that hands the bytes on as it gets them; None is reading storage oneself.
         file: the name of the bundle's file in storage, wherever these bytes come from; empty: it has none.
-        parity: of parity: the nodes to ask, as in `Choice.rebuilt`.
+        parity: of parity: the nodes to ask, as in `parity_choice.Rebuilt`.
+        pieces: of parity: the digest of their pieces, from there too.
     """
 
     ref: BundleRef
@@ -175,6 +175,7 @@ class Fetch:
     via: int | None = None
     file: str = ""
     parity: tuple[int, ...] = ()
+    pieces: str = ""
 
     @property
     def is_straight(self) -> bool:
@@ -297,7 +298,7 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> J
     stored = facts.stored.get(version)
     found = _copies_by_bundle(version, facts)
     made, unmade = _made_of_parity(version, found, facts)
-    rebuilt: dict[str, tuple[int, ...]] = {}
+    rebuilt: dict[str, parity_choice.Rebuilt] = {}
     seals: dict[str, Seal] = {}
     holders: dict[str, tuple[MemoryCopy, ...]] = {}
     away = ""
@@ -311,7 +312,7 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> J
         seal = durable or (copies[0].seal if copies else way.seal if way else None)
         agreeing = tuple(copy for copy in copies if seal and copy.seal.digest == seal.digest)
         if way is not None and seal is not None and way.seal.digest == seal.digest:
-            rebuilt[ref.bundle_id] = way.nodes
+            rebuilt[ref.bundle_id] = way
         elif seal is None or (not agreeing and (durable is None or facts.is_out((version, ref.bundle_id, None)))):
             # There may be a copy later; but if another bundle has none for good, nobody need wait.
             reasons = [why for copy, why in facts.unreachable.copies.items() if copy[:2] == (version, ref.bundle_id)]
@@ -366,14 +367,16 @@ def cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
         else:
             # Readers spread over the holders, so that no node serves everybody.
             options.append((Source.PEER, (copy.node - home) % len(facts.topology.nodes), copy.node))
-    parity = choice.rebuilt.get(ref.bundle_id, ())
-    if parity and not facts.is_out((choice.version, ref.bundle_id, parity_choice.REBUILT)):
+    made = choice.rebuilt.get(ref.bundle_id)
+    if made is not None and not facts.is_out((choice.version, ref.bundle_id, parity_choice.REBUILT)):
         options.append((Source.PARITY, 0, parity_choice.REBUILT))
     if choice.in_storage and not facts.is_out((choice.version, ref.bundle_id, None)):
         options.append((Source.STORAGE, 0, None))
     source, _, node = min(options, key=lambda option: option[:2])
     file = choice.files.get(ref.bundle_id, "")
-    return Fetch(ref, seal, source, node, file=file, parity=parity if source is Source.PARITY else ())
+    if made is None or source is not Source.PARITY:
+        return Fetch(ref, seal, source, node, file=file)
+    return Fetch(ref, seal, source, node, file=file, parity=made.nodes, pieces=made.digest)
 
 
 def _short(ranks: Iterable[int]) -> str:

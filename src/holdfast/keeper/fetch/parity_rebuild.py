@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from holdfast.base.errors import CorruptError, HoldfastError
 from holdfast.core.layout.parity_groups import LEAST_MEMBERS
-from holdfast.core.layout.parity_stripes import Chunk, Piece, Row, Striping
+from holdfast.core.layout.parity_stripes import Chunk, Piece, Row, Striping, piece_name
 from holdfast.core.model import Seal, Version
 from holdfast.core.recovery.version_choice import Fetch
 from holdfast.keeper.replication.image_transfer import PeerReader, require
@@ -30,7 +30,7 @@ class ParityReader:
     def __init__(self, peer: Callable[[int], PeerReader]) -> None:
         self._peer = peer
         self._seals: dict[tuple[int, Version, str], Seal] = {}
-        self._pieces: dict[tuple[Version, tuple[int, ...]], Piece] = {}
+        self._pieces: dict[tuple[Version, str, tuple[int, ...]], Piece] = {}
         self._stripes: Striping | None = None
         self._last: dict[str, tuple[int, memoryview]] = {}  # of each piece the chunk that was read last
 
@@ -68,13 +68,14 @@ class ParityReader:
         """
         if fetch.parity.count(-1) != 1 or len(fetch.parity) < LEAST_MEMBERS:
             raise CorruptError("not one member of its group is named as lost")
-        piece = self._pieces.get((version, fetch.parity))
+        piece = self._pieces.get((version, fetch.pieces, fetch.parity))
         if piece is None or not any(s.bundle_id == fetch.ref.bundle_id for s in piece.covers[fetch.parity.index(-1)]):
             piece, seal = self._agreed(version, fetch)
-            self._pieces[version, fetch.parity] = piece
+            self._pieces[version, fetch.pieces, fetch.parity] = piece
         else:
-            node = next(node for node in fetch.parity if node >= 0)
-            _, seal = self._peer(node).parity(version, fetch.ref.bundle_id, known=True)
+            member, node = next((member, node) for member, node in enumerate(fetch.parity) if node >= 0)
+            name = piece_name(member, fetch.pieces)
+            _, seal = self._peer(node).parity(version, fetch.ref.bundle_id, name, known=True)
         self._require_agreed(fetch, seal)
         return piece, seal
 
@@ -95,7 +96,7 @@ class ParityReader:
             CorruptError: they differ, or it is not of the member that lacks the bundle.
         """
         told = [
-            (member, node, *self._peer(node).parity(version, fetch.ref.bundle_id))
+            (member, node, *self._peer(node).parity(version, fetch.ref.bundle_id, piece_name(member, fetch.pieces)))
             for member, node in enumerate(fetch.parity)
             if node >= 0
         ]

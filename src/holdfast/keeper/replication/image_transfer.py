@@ -80,9 +80,9 @@ class PeerReader:
         """Seals, with chunk digests, of those bundles that the peer holds."""
         return self._lines[0].seals(version, bundle_ids)
 
-    def parity(self, version: Version, bundle_id: str, *, known: bool = False) -> tuple[Piece | None, Seal]:
-        """The peer's piece of parity that a bundle is in, and the bundle's seal; see PeerLine."""
-        return self._lines[0].parity(version, bundle_id, known=known)
+    def parity(self, version: Version, bundle_id: str, name: str, *, known: bool = False) -> tuple[Piece | None, Seal]:
+        """The peer's piece of parity of that name, and the seal of a bundle that is in it; see PeerLine."""
+        return self._lines[0].parity(version, bundle_id, name, known=known)
 
     def read_into(
         self, version: Version, seal: Seal, view: memoryview, progress: Callable[[int], None] = lambda _: None

@@ -161,7 +161,7 @@ class ParityBuilder:
         state.alarms.calm(ALARM)
         state.replicated(version, (parity_groups.STANDS,))
         if not size:
-            return  # it stood here already, or there is nothing to keep
+            return  # it stood here already
         seconds = time.perf_counter() - started
         self._last, self._made_bytes = (size, seconds), self._made_bytes + size
         self._events.emit("node.parity", version=str(version), size_bytes=size, seconds=seconds)
@@ -180,9 +180,10 @@ class ParityBuilder:
             seals[member] = self._read_seals(build, assembly, member)
         piece = Piece(build.version, build.member, tuple(seals[member] for member in range(len(build.group))))
         striping = Striping(piece.covers, CHUNK_BYTES)
-        size = striping.num_bytes(build.member)
-        if not size or self._stands(piece):
+        if self._stands(piece):
             return 0
+        # Members with little have nothing for some others. An empty piece is there all the same: it says who has what.
+        size = max(1, striping.num_bytes(build.member))
         held = self._replicator.slot_for(PARITY_RANK, build.version, size, "parity")
         try:
             view = held.slot.view[:size]

@@ -112,13 +112,13 @@ class PeerLine:
             raise KeeperError(f"the peer answered AskSeals with {type(reply).__name__}")
         return {seal.bundle_id: seal for seal in reply.seals}
 
-    def parity(self, version: Version, bundle_id: str, *, known: bool = False) -> tuple[Piece | None, Seal]:
-        """The peer's piece of parity that a bundle is in, unless it is `known`, and the bundle's seal.
+    def parity(self, version: Version, bundle_id: str, name: str, *, known: bool = False) -> tuple[Piece | None, Seal]:
+        """The peer's piece of parity of that name, unless it is `known`, and the seal of a bundle that is in it.
 
         Raises:
             VersionNotFound: it has none.
         """
-        reply = self._ask(AskParity(id=1, version=version, bundle_id=bundle_id, known=known))
+        reply = self._ask(AskParity(id=1, version=version, bundle_id=bundle_id, name=name, known=known))
         if not isinstance(reply, ParityOf) or reply.seal.bundle_id != bundle_id:
             raise KeeperError("the peer did not say what parity it has", where=self.where)
         return reply.piece, reply.seal

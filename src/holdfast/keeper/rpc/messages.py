@@ -499,10 +499,11 @@ class Seals(Message, tag="seals", frozen=True, kw_only=True):
 
 
 class AskParity(Message, tag="ask-parity", frozen=True, kw_only=True):
-    """Asks for the piece of parity that this bundle is in; `known`: for the bundle's seal alone."""
+    """Asks for the piece of parity of this name, which the bundle is in; `known`: for the bundle's seal alone."""
 
     version: Version
     bundle_id: str
+    name: str
     known: bool = False
 
 

@@ -188,17 +188,18 @@ class PeerRequests:
         return Seals(id=request.id, seals=tuple(found))
 
     def parity(self, connection: Connection, request: messages.AskParity) -> messages.ParityOf:
-        """The piece of parity that a bundle is in.
+        """A piece of parity, and the seal of a bundle that is in it.
 
         Raises:
             VersionNotFound: there is none (any more).
         """
         with self._state.lock:
             self._require_present(connection.greeted)
-            piece = self._state.slot_pool.parity_of(request.version, request.bundle_id)
-        if piece is None:
+            piece = self._state.slot_pool.piece(request.version, request.name)
+        seals = (seal for seals in piece.covers for seal in seals) if piece is not None else iter(())
+        seal = next((seal for seal in seals if seal.bundle_id == request.bundle_id), None)
+        if piece is None or seal is None:
             raise VersionNotFound(f"no parity of bundle {request.bundle_id} of {request.version} is here (any more)")
-        seal = next(seal for seals in piece.covers for seal in seals if seal.bundle_id == request.bundle_id)
         return messages.ParityOf(id=request.id, piece=None if request.known else piece.brief, seal=seal)
 
     def pull(self, connection: Connection, request: messages.Pull) -> None:

@@ -186,10 +186,10 @@ class SlotPool:
             if piece.seal.bundle_id == seal.bundle_id and seal.digest in ("", piece.seal.digest)
         ]
 
-    def parity_of(self, version: Version, bundle_id: str) -> Piece | None:
-        """The piece of parity here that is also of this bundle."""
-        pieces = (held.parity for held in self.sealed() if held.parity is not None and held.version == version)
-        return next((p for p in pieces if any(s.bundle_id == bundle_id for row in p.covers for s in row)), None)
+    def piece(self, version: Version, name: str) -> Piece | None:
+        """The piece of parity here whose bytes bear this name. There may be others of the version, of other groups."""
+        found = self.find(version, name)
+        return found[0].parity if found else None
 
     def sealed(self) -> list[HeldSlot]:
         """Slots whose header and digests stand."""

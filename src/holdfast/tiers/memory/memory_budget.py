@@ -128,13 +128,17 @@ class Budget:
         needed = others + self.used + num_bytes
         if needed <= self.allowed and num_bytes <= available:
             return
-        raise MemoryRefused(
+        told = (
             f"{what} needs {num_bytes} bytes; of {self.allowed} allowed, {self.used} are used here and {others} by "
-            f"other keepers; {available} are available on this node",
-            remedy=f"set HOLDFAST_MEMORY_BUDGET to {needed} bytes or more"
-            if num_bytes <= available
-            else "free memory on this node or raise the cgroup's limit",
+            "other keepers"
         )
+        if num_bytes > available:
+            raise MemoryRefused(
+                f"{told}; {available} are available on this node",
+                remedy="free memory on this node or raise the cgroup's limit",
+            )
+        # Without what is available: that changes from one moment to the next, and an alarm that repeats is told once.
+        raise MemoryRefused(told, remedy=f"set HOLDFAST_MEMORY_BUDGET to {needed} bytes or more")
 
     def _same_group(self, name: str) -> bool:
         return name.startswith(self._group + ":")
