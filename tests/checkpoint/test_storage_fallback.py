@@ -95,7 +95,7 @@ def test_a_keeper_that_is_gone_for_good_costs_one_save_and_memory_returns_with_t
     no_keeper: Callable[[bool], None],
 ) -> None:
     trainee = Trainee()
-    checkpointer = make(trainee, durable_every=1)
+    checkpointer = make(trainee, durable_every=1, keep_every="1")
     checkpointer.restore()
     trainee.train()
     checkpointer.step(0)

@@ -227,7 +227,7 @@ class Checkpointer:
             run.saver.settle(release=True)
             run.link.wait_mended(self._config.close_timeout_s)
         collectives.same(group, "exclude", list(self._exclude))
-        state = run.state if run else collectives.together(group, lambda: self._gatherer(group))
+        state = run.state if run else self._new_state(group)
         link = run.link if run else self._new_link(group)
         back = _, saver, restorer, report = self._come_back(run, state, link, asked)
         self._run = run = self._new_run(group, state, link, back)
@@ -624,6 +624,18 @@ class Checkpointer:
         if self._run is None:
             raise UsageError("restore() has not been called", remedy="call it once before training, also on a new run")
         return self._run
+
+    def _new_state(self, group: collectives.Ranks) -> State:
+        """A look at the objects whose layout all ranks agree on. Collective."""
+
+        def look() -> State:
+            state = self._gatherer(group)
+            state.gather()
+            return state
+
+        state = collectives.together(group, look)
+        state.agree_on_frozen(functools.partial(collectives.gather_json, group))
+        return state
 
     def _gatherer(self, group: collectives.Ranks) -> State:
         rank, size = group.rank, group.world_size

@@ -8,7 +8,7 @@ nothing while it plans; so a restore that refuses leaves every object as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -61,12 +61,39 @@ class Owner:
         return self.piece if self.piece is not None and self.piece.fits(state) else None
 
 
+class StillNames:
+    """Remembers which tensors may stay as they are for many versions, for good from the first look on.
+
+    For good, because a script that freezes and thaws by turns would have the job planned anew with every save. Whether a parameter is
+    frozen may look otherwise on each rank: one that was interrupted while it trained something else stands beside one that
+    has just begun. So ranks that share a tensor agree, once, and what they share and see later is none.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, bool] = {}
+        self._agreed = False
+
+    def note(self, shard: Shard, *, still: bool, by_kind: bool) -> bool:
+        """Return whether a tensor counts as still.
+
+        Args:
+            shard: what it is.
+            still: whether it looks so now.
+            by_kind: that follows from the kind of object it is of, which is the same on all ranks.
+        """
+        free = by_kind or not self._agreed or len(shard.ranks) == 1
+        return self._names.setdefault(shard.name, still and free)
+
+    def agree(self, contested: Iterable[str]) -> None:
+        """Takes the names out that ranks do not agree on; what they share and see from now on is none either."""
+        self._names.update(dict.fromkeys(contested, False))
+        self._agreed = True
+
+
 class Collector:
     """One look at the state."""
 
-    def __init__(
-        self, layouts: Layouts, late: frozenset[int] = frozenset(), still: dict[str, bool] | None = None
-    ) -> None:
+    def __init__(self, layouts: Layouts, late: frozenset[int] = frozenset(), still: StillNames | None = None) -> None:
         self.layouts = layouts
         self.tensors: dict[str, LiveTensor] = {}
         self.values: dict[Group, dict[str, Any]] = {}
@@ -75,7 +102,7 @@ class Collector:
         self.orders: dict[str, list[int]] = {}
         self.kept_back: dict[int, str] = {}  # parameters that their model does not hand out
         self._late = late
-        self._still: dict[str, bool] = {} if still is None else still
+        self._still = StillNames() if still is None else still
         self.tied: dict[str, str] = {}  # other names of memory that is kept under its first
         self._by_memory: dict[tuple[Any, ...], str] = {}
 
@@ -98,7 +125,7 @@ class Collector:
             tensor: the tensor.
             group: the ranks known to hold it alike.
             late: an optimizer owns it.
-            still: it may stay as it is for many versions, as far as every rank that holds it can tell by itself.
+            still: it may stay as it is for many versions, as far as this rank can tell by itself; see `StillNames`.
             piece: which part of a parameter that something else than a DTensor cuts.
 
         Returns:
@@ -116,7 +143,7 @@ class Collector:
         first = self._by_memory.setdefault(memory, live.shard.name)
         self.owners.setdefault(id(tensor), replace(owner, entry=first))
         if first == live.shard.name:
-            self._add(live, still=still)
+            self._add(live, still=still, by_kind=False)
         else:
             self.tied[live.shard.name] = first
         return TensorRef(first)
@@ -155,7 +182,7 @@ class Collector:
             group: the ranks known to hold all of it alike.
             holders: the same for single tensors in it, by name.
             known: by id, tensors that are entries already.
-            still: as for `persistent`, of all tensors in it.
+            still: all tensors in it may stay as they are, on every rank.
         """
 
         def emit(name: str, tensor: torch.Tensor) -> TensorRef | None:
@@ -167,7 +194,7 @@ class Collector:
             live = self.layouts.live(name, tensor, group=ranks)
             if live is None:
                 return None
-            self._add(live, still=still)
+            self._add(live, still=still, by_kind=True)
             if not live.local.is_contiguous():
                 self.note_order(name, live.local)
             return TensorRef(live.shard.name)
@@ -184,12 +211,12 @@ class Collector:
         entry, ranks = self.layouts.resolve(path, group)
         self.values.setdefault(ranks, {})[entry] = tree
 
-    def _add(self, live: LiveTensor, *, still: bool) -> None:
+    def _add(self, live: LiveTensor, *, still: bool, by_kind: bool) -> None:
         name = live.shard.name
         if name in self.tensors:
             raise twice(name)
-        # For good: a script that freezes and thaws by turns would have the job planned anew with every save.
-        self.tensors[name] = replace(live, still=True) if self._still.setdefault(name, still) else live
+        is_still = self._still.note(live.shard, still=still, by_kind=by_kind)
+        self.tensors[name] = replace(live, still=True) if is_still else live
 
 
 def twice(name: str) -> UsageError:

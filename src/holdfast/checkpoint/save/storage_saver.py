@@ -15,6 +15,7 @@ import logging
 import mmap
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.state.training_state import State
+from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.layout.bundles import fingerprint_of
 from holdfast.core.model import Topology, Version
 from holdfast.keeper.observe import degraded_notice
@@ -165,6 +167,8 @@ class DirectSaver:
         group = self._job.group
         gathered = collectives.together(group, self._state.gather)
         self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)
+        layout = collectives.together(group, lambda: self._structure_of(gathered)).layout
+        _require_alike(collectives.gather_json(group, bundle_layout.shared_layout(layout)))
         _require_equal(collectives.gather_json(group, self._shared.digests(version.step)))
         mine = collectives.together(group, lambda: self._write_still(version))
         rows = collectives.gather_json(group, [mine.name, mine.length, mine.digest, mine.rows] if mine else None)
@@ -264,6 +268,25 @@ class DirectSaver:
             degraded_notice.post(self._place, root=self._job.assembly.root, reason=self._reason, durable=durable)
         except (ConfigError, OSError) as error:
             logger.warning("`holdfast status` cannot be told: %s", error)
+
+
+def _require_alike(layouts: Sequence[Mapping[str, tuple[int, str]]]) -> None:
+    """Refuses a version of ranks that would cut what they share in different ways: parts of it would be in no file.
+
+    Raises:
+        LevelNotReached: names ranks. On every rank alike.
+    """
+    told: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for rank, found in enumerate(layouts):
+        for group, (size, digest) in found.items():
+            told[group].append((rank, size, digest))
+    for rows in told.values():
+        first, size, digest = rows[0]
+        other = next((rank for rank, *row in rows if row != [size, digest]), None)
+        if other is not None:
+            raise LevelNotReached(f"ranks {first} and {other} share tensors, and do not hold the same of them")
+        if len(rows) != size:
+            raise LevelNotReached(f"of {size} ranks that share tensors with rank {first} {len(rows)} hold them")
 
 
 def _require_equal(digests: Sequence[Mapping[str, str]]) -> None:

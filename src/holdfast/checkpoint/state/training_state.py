@@ -20,7 +20,7 @@ The parts: `modules.py`, `optimizers.py`, `objects.py`, `randomness.py`; where a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from holdfast.checkpoint.entries.entries import (
     Collector,
     Loading,
     Part,
+    StillNames,
     listed,
     mismatch,
     twice,
@@ -49,6 +50,7 @@ from holdfast.checkpoint.state.model_part import ModelPart
 from holdfast.checkpoint.state.optimizer import OptimizerPart
 from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, Stateful, StatefulPart
 from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck
+from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.model import Shard
 
 __all__ = ["Gathered", "Group", "LiveTensor", "LoadRecord", "SavedTensor", "State"]
@@ -106,7 +108,7 @@ class State:
         self._order = InfoPart(MEMORY_ORDER)
         self.carried = CarriedPart(_CARRIED)
         self._parts += [self.info, self.excluded, self._order, self.carried, StatefulPart(_RNG, ProcessRandomness())]
-        self._still: dict[str, bool] = {}  # by entry name, as of the first look
+        self._still = StillNames()
         self._persistent = Collector(self._layouts)
         self._overlooked = UnsavedStateCheck(self._in_no_version)
         self._watch: Tensors | None = None
@@ -223,6 +225,22 @@ class State:
         pass, where FSDP has put other parameters into the modules.
         """
         return self._watch is not None and all(part.unchanged() for part in self._stepping) and self._watch.unchanged()
+
+    def agree_on_frozen(self, exchange: Callable[[dict[str, str]], Sequence[Mapping[str, str]]]) -> None:
+        """Takes nothing for still of what ranks share, as of the last look, unless all of them do; see `StillNames`.
+
+        Not asked of what objects hand out, which is so by their class, on all ranks.
+
+        Args:
+            exchange: gives what this rank says to all ranks, and returns what each said. Collective.
+        """
+        shared = self._shared_still()
+        self._still.agree(bundle_layout.contested(shared, exchange(bundle_layout.still_digests(shared))))
+        self._watch = None  # all is looked at once more
+
+    def _shared_still(self) -> list[Shard]:
+        live = self._persistent.tensors.values()
+        return [each.shard for each in live if each.still and len(each.shard.ranks) > 1]
 
     @torch.no_grad()
     def predict(self) -> dict[str, Shard] | None:

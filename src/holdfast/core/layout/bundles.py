@@ -6,6 +6,7 @@ size. Called at the first save and whenever the state's structure changes; never
 
 Tensors that may stay as they are for many versions (`still`) lie in bundles of their own, apart from what optimizers change
 and from the values: the image of such a bundle is then the same bytes from version to version, and is stored and sent once.
+Which these are may look otherwise on each member of a group, so its members compare digests once, at a restore (`contested`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,37 @@ def _object_name(name: str) -> str:
     """Return a short name, safe in file names, of the object that an entry is of; it depends on nothing else."""
     owner = name.rpartition("/")[2].partition(".")[0]
     return "s" + hashlib.blake2b(owner.encode(), digest_size=3).hexdigest()
+
+
+def still_digests(shards: Iterable[Shard]) -> dict[str, str]:
+    """Return what a rank has in each kind of bundles that these still tensors lie in: twins must have the same."""
+    return {
+        f"{_group_name(ranks)}-{kind}": hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
+        for (ranks, kind), names in _apart(shards).items()
+    }
+
+
+def contested(shards: Iterable[Shard], told: Sequence[Mapping[str, str]]) -> list[str]:
+    """Names of those of a rank's still tensors of whose kind not all ranks that hold them say the same.
+
+    Args:
+        shards: the same as for `still_digests`.
+        told: what that returned, of every rank.
+    """
+    found = []
+    for (ranks, kind), names in _apart(shards).items():
+        key = f"{_group_name(ranks)}-{kind}"
+        if len({told[rank].get(key) for rank in ranks}) > 1:
+            found += names
+    return found
+
+
+def _apart(shards: Iterable[Shard]) -> dict[tuple[tuple[int, ...], str], list[str]]:
+    """Names by group and object, small tensors too: none is looked at again."""
+    found: dict[tuple[tuple[int, ...], str], list[str]] = defaultdict(list)
+    for shard in shards:
+        found[shard.ranks, _object_name(shard.name)].append(shard.name)
+    return {key: sorted(names) for key, names in found.items()}
 
 
 def kind_of(bundle_id: str) -> str:
@@ -225,6 +257,22 @@ def rank_layout(bundles: Sequence[Bundle], rank: int, topology: Topology) -> Ran
         for b in bundles
     )
     return RankLayout(rank, refs, captures(refs, rank, topology))
+
+
+def shared_layout(layout: RankLayout) -> dict[str, tuple[int, str]]:
+    """Return, for each group of several ranks that a rank belongs to, how many these are and a digest of its bundles.
+
+    All members must have the same, for each writes its share of them.
+    """
+    found: dict[str, list[BundleRef]] = defaultdict(list)
+    for ref in layout.bundles:
+        if len(ref.ranks) > 1:
+            found[_group_name(ref.ranks)].append(ref)
+    told = {}
+    for name, refs in found.items():
+        rows = sorted((ref.bundle_id, ref.count, ref.fingerprint) for ref in refs)
+        told[name] = len(refs[0].ranks), hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
+    return told
 
 
 def layout_fingerprint(layouts: Mapping[int, RankLayout]) -> str:
