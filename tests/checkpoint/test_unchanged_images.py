@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel
 
 import holdfast
 from holdfast.checkpoint.capture import copy_plan, unchanged_images
@@ -18,47 +17,10 @@ from holdfast.checkpoint.capture.slot_record import Known, Record
 from holdfast.core.model import Version
 from holdfast.keeper.rpc.client import Begun, KeeperClient
 from holdfast.keeper.rpc.messages import ImageThere
+from kit.adapted_model import BASE_BYTES, Tuning
 from kit.checkpointers import Make, kill_keeper
 
-BASE_BYTES = 768 * 1024 * 4
 NAMES = ("slot_copied_bytes", "slot_kept_bytes", "hashed_bytes", "hash_kept_bytes")
-
-
-class Adapted(torch.nn.Module):
-    """A frozen layer of 3 MiB with a small one that is trained beside it, as adapters of low rank are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = torch.nn.Linear(768, 1024)
-        self.down, self.up = torch.nn.Linear(768, 4, bias=False), torch.nn.Linear(4, 1024, bias=False)
-        self.base.weight.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x) + self.up(self.down(x))
-        return out
-
-
-class Tuning:
-    """A job that trains the adapter only, and an average of two tensors that moves when it is told to."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        self.model = Adapted()
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-        self.average = AveragedModel(torch.nn.Linear(768, 1024, bias=False))
-
-    def objects(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "average": self.average}
-
-    def train(self) -> None:
-        self.model(torch.randn(2, 768)).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        found = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        found |= {f"average.{name}": tensor for name, tensor in self.average.state_dict().items()}
-        return {name: tensor.clone() for name, tensor in found.items()}
 
 
 class Job:

@@ -244,6 +244,9 @@ def test_plan_says_what_two_nodes_of_a_parity_group_take_along(holdfast: Run, tm
     words = ("plan", path, "--redundancy", "parity:4", "--json", "--lost-nodes")
     assert document(holdfast(*words, "0,1"))["lost"]["tensors"] == [], "they are of two groups"
     assert len(document(holdfast(*words, "0,2"), 1)["lost"]["tensors"]) == 1
+    for way, kept in (("parity:4", "twins and parity"), ("replica", "twins and replicas")):
+        text = holdfast("plan", path, "--redundancy", way, "--lost-nodes", "0").stdout
+        assert f"{kept} on other nodes hold all of it" in text
 
 
 @pytest.mark.parametrize(

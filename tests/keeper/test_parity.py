@@ -328,6 +328,26 @@ def test_no_member_overwrites_what_nothing_newer_replaces(make_rig: MakeRig) -> 
     replicate(trainers, [3])
 
 
+def test_a_job_that_starts_again_with_another_redundancy_keeps_nothing_of_the_old_one(make_rig: MakeRig) -> None:
+    rig = make_rig(**FOUR)
+    trainers = rig.start()
+    version = replicate(trainers, range(2))
+    for step, way in enumerate(("replica", "parity:3"), 2):
+        for trainer in trainers:
+            trainer.client.close()
+        rig.topology = replace(rig.topology, redundancy=way)
+        trainers = come_back(rig, version)
+        facts = facts_of(rig, trainers[0].client.inventory())
+        assert {restored(trainer, facts)[0] for trainer in trainers} == {version}
+        for trainer in trainers:
+            trainer.client.resume(rig.incarnation, version, facts.tables[version])
+        version = replicate(trainers, [10 * step, 10 * step + 1, 10 * step + 2])
+        for node in range(NUM_NODES):
+            kept = {slot["rank"] for slot in rig.status(node)["replicas"] if slot["version"] == str(version)}
+            assert kept == ({PARITY_RANK} if way != "replica" else {(node - 1) % NUM_NODES})
+            assert (rig.status(node)["parity"]["held_bytes"] > 0) == (way != "replica")
+
+
 def test_without_redundancy_nothing_is_pulled_awaited_or_called_replicated(make_rig: MakeRig) -> None:
     rig = make_rig(num_nodes=3, redundancy="none")
     trainers = rig.start()

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.base.errors import UsageError
 from holdfast.cli import console, rank_ranges
 from holdfast.core.layout.cost_plan import JobPlan, Loss
+from holdfast.core.layout.parity_groups import groups, keeps_replicas
 from holdfast.core.model import Topology
 
 MAX_ROWS = 20
@@ -80,7 +81,8 @@ def print_answer(found: Answer | None, topology: Topology) -> None:
     verb = "are" if labels and len(found.members) > 1 else "is"
     console.say()
     if not found.losses:
-        rest = "twins and replicas on other nodes" if labels else "other ranks"
+        kept = "twins and replicas" if keeps_replicas(topology) else "twins and parity" if groups(topology) else "twins"
+        rest = f"{kept} on other nodes" if labels else "other ranks"
         console.say(f"If {who} {verb} lost: nothing is, {rest} hold all of it.")
         return
     size = console.size_text(sum(loss.num_bytes for loss in found.losses))
