@@ -193,6 +193,8 @@ def loop(cell: str, rank: int, job: Job, checkpointer: holdfast.Checkpointer, no
     # A job's steps have rising numbers; by them the agent knows that a failure comes after progress.
     before = 120 * sys.argv[2:].index(cell)
     start = max(0, checkpointer.restore() - before)
+    if cell == "resumable:restore:3":
+        dist.barrier()  # rank 1 too has come back to this step: else its state is the saved one
     victim(cell, "restored", -1)
     rows: dict[int, str] = {}
     for step in range(start, STEPS):
