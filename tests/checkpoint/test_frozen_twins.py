@@ -66,14 +66,15 @@ def test_the_members_of_a_group_that_do_not_all_hold_it_are_refused() -> None:
         _require_alike([{"g": (2, "a")}, {"g": (2, "b")}])
 
 
-def test_storage_alone_stores_once_too(make: Make, tmp_path: Path) -> None:
+def test_storage_alone_links_too(make: Make, tmp_path: Path) -> None:
     model = torch.nn.Linear(768, 1024).requires_grad_(False)
-    checkpointer = make(None, model=model, memory_budget="100KB")
+    checkpointer = make(None, model=model, memory_budget="100KB", keep_every="1")
     checkpointer.restore()
-    for step in range(2):
+    for step in range(4):
         checkpointer.save(step, "durable").wait("durable")
     files = list((tmp_path / "job").glob("i*/*-s*-*.safetensors"))
-    assert [path.stat().st_nlink for path in files] == [2, 2]
+    assert [path.stat().st_nlink for path in files] == [2] * 4
+    assert len({path.stat().st_ino for path in files}) == 2
 
 
 class Twin:

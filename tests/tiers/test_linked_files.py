@@ -1,4 +1,4 @@
-"""What is the same as in the version before gets a second name instead of being written: which file, when, and when not."""
+"""What is the same as in the versions before gets a second name instead of being written: which file, when, and when not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast.tiers.storage.version_store import Storage, open_storage
 from tiers.faults import every_failure
 from tiers.samples import JOB_LAYOUT, STAMP, bundle, local_backend, new_store, piece, put, random_image, ref_of
 
-V1, V2, V3 = (Version(1, step) for step in (10, 20, 30))
+V1, V2, V3, V4, V5, V6 = (Version(1, step) for step in (10, 20, 30, 40, 50, 60))
 SIZE = 2 << 20
 
 
@@ -64,60 +64,77 @@ def counted(store: Storage) -> tuple[int, int]:
     return int(counters.get("storage_written_bytes", 0)), int(counters.get("storage_linked_bytes", 0))
 
 
-def test_the_same_is_written_once_and_each_version_stands_alone(store: Storage) -> None:
-    frozen = Frozen()
-    files = [frozen.save(store, version) for version in (V1, V2, V3)]
+def test_the_same_is_written_twice_and_each_version_stands_alone(store: Storage) -> None:
+    frozen, versions = Frozen(), (V1, V2, V3, V4)
+    files = [frozen.save(store, version) for version in versions]
     length = len(frozen.image)
-    assert counted(store) == (length, 2 * length)
-    places = [path_of(store, version, file) for version, file in zip((V1, V2, V3), files, strict=True)]
-    assert {place.stat().st_ino for place in places} == {places[0].stat().st_ino}
-    assert store.bundles._events.counters()["storage_written_bytes"] == length
-    for version in (V1, V2):
+    assert counted(store) == (2 * length, 2 * length)
+    places = [path_of(store, version, file) for version, file in zip(versions, files, strict=True)]
+    first, second, third, fourth = (place.stat().st_ino for place in places)
+    assert (third, fourth) == (first, second)
+    assert first != second
+    for version in versions[:-1]:
         shutil.rmtree(places[0].parent.parent / str(version))
-    store.bundles.verify(V3, files[2])
-    assert places[2].stat().st_nlink == 1
-    assert list((places[2].parent.parent / ".tmp").iterdir()) == []
+    store.bundles.verify(V4, files[3])
+    assert places[3].stat().st_nlink == 1
+    assert list((places[3].parent.parent / ".tmp").iterdir()) == []
+
+
+def test_damage_of_a_file_leaves_the_version_before(store: Storage) -> None:
+    """A version that retention keeps for the case that the newest is bad must not be bad with it."""
+    frozen, versions = Frozen(), (V1, V2, V3, V4, V5, V6)
+    files = {version: frozen.save(store, version) for version in versions}
+    with path_of(store, V6, files[V6]).open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([frozen.image[-1] ^ 1]))
+    with pytest.raises(CorruptError):
+        store.bundles.verify(V6, files[V6])
+    for version in (V1, V3, V5):
+        store.bundles.verify(version, files[version])
 
 
 def test_one_bit_more_is_written_and_linked_from_then_on(store: Storage) -> None:
     frozen = Frozen()
     frozen.save(store, V1)
+    frozen.save(store, V2)
     frozen.image[-1] ^= 1
-    second, third = frozen.save(store, V2), frozen.save(store, V3)
+    files = {version: frozen.save(store, version) for version in (V3, V4, V5)}
     length = len(frozen.image)
-    assert counted(store) == (2 * length, length)
-    for version, file in ((V2, second), (V3, third)):
+    assert counted(store) == (4 * length, length)
+    for version, file in files.items():
         store.bundles.verify(version, file)
         assert path_of(store, version, file).read_bytes() == bytes(frozen.image)
 
 
 def test_retention_frees_the_bytes_with_the_last_name(store: Storage) -> None:
     frozen = Frozen()
-    files = {version: frozen.save(store, version) for version in (V1, V2)}
-    place = path_of(store, V2, files[V2])
+    files = {version: frozen.save(store, version) for version in (V1, V2, V3)}
+    place = path_of(store, V3, files[V3])
+    assert place.stat().st_nlink == 2
     store.retire(V1)
-    assert store.versions() == [V2]
+    assert store.versions() == [V2, V3]
     assert place.stat().st_nlink == 1
-    store.bundles.verify(V2, files[V2])
-    # The file of a version that is gone is a source no more; the one of the newest is.
-    assert counted(store)[1] == len(frozen.image)
-    frozen.save(store, V3)
-    assert counted(store) == (len(frozen.image), 2 * len(frozen.image))
+    store.bundles.verify(V3, files[V3])
+    length = len(frozen.image)
+    assert counted(store) == (2 * length, length)
+    frozen.save(store, V4)
+    assert counted(store) == (2 * length, 2 * length)
 
 
 def test_a_version_whose_file_is_gone_is_no_source(store: Storage) -> None:
     frozen = Frozen()
     place = path_of(store, V1, frozen.save(store, V1))
+    frozen.save(store, V2)
     place.unlink()
-    store.bundles.verify(V2, frozen.save(store, V2))
-    assert counted(store) == (2 * len(frozen.image), 0)
+    store.bundles.verify(V3, frozen.save(store, V3))
+    assert counted(store) == (3 * len(frozen.image), 0)
 
 
 def test_small_files_are_written_again(store: Storage) -> None:
     small = Frozen(1000)
-    small.save(store, V1)
-    small.save(store, V2)
-    assert counted(store) == (2 * len(small.image), 0)
+    for version in (V1, V2, V3):
+        small.save(store, version)
+    assert counted(store) == (3 * len(small.image), 0)
 
 
 def test_encrypted_files_have_keys_of_their_own_and_are_written_again(tmp_path: Path) -> None:
@@ -130,7 +147,7 @@ def test_encrypted_files_have_keys_of_their_own_and_are_written_again(tmp_path: 
     )
     store.claim()
     frozen = Frozen()
-    for version in (V1, V2):
+    for version in (V1, V2, V3):
         store.bundles.verify(version, frozen.save(store, version))
     assert counted(store)[1] == 0
 
@@ -138,17 +155,20 @@ def test_encrypted_files_have_keys_of_their_own_and_are_written_again(tmp_path: 
 def test_another_process_and_another_start_write_a_copy_of_their_own(tmp_path: Path) -> None:
     """So damage of one file does not reach into whatever comes later for ever."""
     frozen = Frozen()
-    first = path_of(store := new_store(tmp_path / "root"), V1, frozen.save(store, V1))
     store = new_store(tmp_path / "root")
-    second = path_of(store, V2, frozen.save(store, V2))
+    first = path_of(store, V1, frozen.save(store, V1))
+    frozen.save(store, V2)
+    store = new_store(tmp_path / "root")
+    third = path_of(store, V3, frozen.save(store, V3))
     assert counted(store) == (len(frozen.image), 0)
-    assert first.stat().st_ino != second.stat().st_ino
+    assert first.stat().st_ino != third.stat().st_ino
 
 
 @pytest.mark.parametrize("how", ["written", "replaced", "grown", "cut", "a link", "a directory"])
 def test_a_file_that_somebody_changed_is_no_source(store: Storage, how: str) -> None:
     frozen = Frozen()
     place = path_of(store, V1, frozen.save(store, V1))
+    frozen.save(store, V2)
     data = place.read_bytes()
     if how == "written":  # the same bytes: nobody can tell what else was done
         with place.open("r+b") as file:
@@ -166,9 +186,9 @@ def test_a_file_that_somebody_changed_is_no_source(store: Storage, how: str) -> 
     else:
         place.unlink()
         place.mkdir()
-    file = frozen.save(store, V2)
-    assert counted(store) == (2 * len(data), 0)
-    store.bundles.verify(V2, file)
+    file = frozen.save(store, V3)
+    assert counted(store) == (3 * len(data), 0)
+    store.bundles.verify(V3, file)
     assert list((place.parent.parent / ".tmp").iterdir()) == []
 
 
@@ -183,9 +203,9 @@ def test_damage_that_nothing_shows_is_found_within_some_versions(
         file.seek(-1, os.SEEK_END)
         file.write(bytes([frozen.image[-1] ^ 1]))
     os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
-    versions = [Version(1, 11 + number) for number in range(3)]
+    versions = [Version(1, 11 + number) for number in range(5)]
     files = [frozen.save(store, version) for version in versions]
-    assert counted(store)[0] == 2 * len(frozen.image), "a whole round proves every chunk, and then it is written anew"
+    assert counted(store)[0] == 3 * len(frozen.image), "a whole round proves every chunk, and then it is written anew"
     store.bundles.verify(versions[-1], files[-1])
     assert "it is written anew" in caplog.text
     with pytest.raises(CorruptError):
@@ -194,23 +214,25 @@ def test_damage_that_nothing_shows_is_found_within_some_versions(
 
 def test_a_file_in_which_damage_was_read_is_no_source(store: Storage) -> None:
     frozen = Frozen()
-    file = frozen.save(store, V1)
+    for version in (V1, V2):
+        frozen.save(store, version)
     store.bundles.distrust(frozen.ref.bundle_id)
-    frozen.save(store, V2)
-    assert counted(store) == (2 * len(frozen.image), 0)
-    place = path_of(store, V2, file)
-    with place.open("r+b") as opened:
+    frozen.save(store, V3)
+    file = frozen.save(store, V4)
+    assert counted(store) == (4 * len(frozen.image), 0)
+    with path_of(store, V4, file).open("r+b") as opened:
         opened.write(b"\0")
     with pytest.raises(CorruptError):
-        store.bundles.verify(V2, file)
-    frozen.save(store, V3)
-    assert counted(store) == (3 * len(frozen.image), 0)
+        store.bundles.verify(V4, file)
+    frozen.save(store, V5)
+    assert counted(store) == (5 * len(frozen.image), 0)
 
 
 @pytest.mark.parametrize("code", [errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP])
 def test_where_no_name_can_be_added_it_is_written(store: Storage, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     frozen = Frozen()
     frozen.save(store, V1)
+    frozen.save(store, V2)
     real = os.link
 
     def refuse(old: Any, new: Any, **where: Any) -> None:
@@ -219,8 +241,8 @@ def test_where_no_name_can_be_added_it_is_written(store: Storage, monkeypatch: p
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    store.bundles.verify(V2, frozen.save(store, V2))
-    assert counted(store) == (2 * len(frozen.image), 0)
+    store.bundles.verify(V3, frozen.save(store, V3))
+    assert counted(store) == (3 * len(frozen.image), 0)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
@@ -233,7 +255,8 @@ def test_a_fault_at_any_call_ends_in_an_error_or_in_a_whole_file(
     wrote: list[Version] = []
 
     def attempt() -> None:
-        frozen.write(store, Version(1, 10))  # a source, if the one before was lost to a fault
+        for step in (10, 11):  # sources, if those before were lost to a fault
+            frozen.write(store, Version(1, step))
         version = Version(1, next(steps))
         wrote.append(version)
         frozen.write(store, version)
@@ -266,10 +289,11 @@ import os, signal, sys
 from pathlib import Path
 from holdfast.tiers.storage.version_store import open_storage
 from tiers.samples import new_store
-from tiers.test_linked_files import Frozen, V1, V2
+from tiers.test_linked_files import Frozen, V1, V2, V3
 store = new_store(Path(sys.argv[1]))
 frozen = Frozen()
 frozen.save(store, V1)
+frozen.save(store, V2)
 number = 0
 for name in ("link", "rename", "fsync", "unlink", "open", "mkdir"):
     def wrap(real):
@@ -281,7 +305,7 @@ for name in ("link", "rename", "fsync", "unlink", "open", "mkdir"):
             return real(*args, **kwargs)
         return call
     setattr(os, name, wrap(getattr(os, name)))
-frozen.save(store, V2)
+frozen.save(store, V3)
 print(number)
 """
 
@@ -307,7 +331,7 @@ def test_a_writer_killed_at_any_call_leaves_whole_versions(tmp_path: Path) -> No
         for version in ends[-1]:
             (file,) = store.manifest(version).bundles
             store.bundles.verify(version, file)
-        frozen.save(store, V3)  # and the next one goes on
-        assert store.versions()[-1] == V3
-    assert [V1] in ends
+        frozen.save(store, V4)  # and the next one goes on
+        assert store.versions()[-1] == V4
     assert [V1, V2] in ends
+    assert [V1, V2, V3] in ends

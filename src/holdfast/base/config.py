@@ -66,8 +66,8 @@ class Config:
         overhead: share of a step (`"0.5%"`) that captures may cost: the highest cadence that costs less is measured and
             used, from the cadence `every` on. `every`, given in the same place or a stronger one, overrides it.
         durable_every: durable cadence in the same form. Default `"60s"`: what one rank loses if all memory is lost.
-        keep_last: durable versions kept; at least 2, for one may be bad (files of what does not change may be shared by all:
-            docs/storage.md). As many stay of every run that a fresh start on the same path ended, until `holdfast rm` removes them.
+        keep_last: durable versions kept; at least 2, for one may be bad. As many stay of every run that a fresh start on
+            the same path ended, until `holdfast rm` removes them.
         keep_every: additionally keep the first version of so many steps (`"1000"`, counted as `every` counts them), or one
             of so many minutes (`"30m"`), or both; `"0"` keeps none.
         overlap: copy parameters and optimizer state behind the next forward and backward once proven safe.

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # Smaller files are written again: a second name would cost as much.
 MIN_LINKED_BYTES = 1 << 20
+# So many files hold the same, in turns: versions that follow each other never share one, so damage of one leaves the version before.
+NUM_COPIES = 2
 # Before a file gets a name in another version this share of it is read and proved, one stretch after the other: within so many
 # versions all of it was. Damage of the one file would else be damage of every version to come.
 PROVED_PARTS = 64
@@ -77,18 +79,22 @@ def in_place(read: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P]
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The newest file of a bundle that was written or linked here, and which of its chunks is proved next."""
+    """A file of a bundle that was written or linked here, and which of its chunks is proved next."""
 
     version: Version
     file: BundleFile
     chunk: int
 
+    def is_same(self, version: Version, file: BundleFile) -> bool:
+        """Return whether another version's file is this one over again."""
+        return (self.file.file, self.file.seal) == (file.file, file.seal) and self.version != version
+
 
 class StoredBundles:
     """Reads and writes the bundles of one job.
 
-    What is the same as in the version before is not written again, where the backend can give a file two names: each version
-    has all its files all the same, and none needs another. Only files that this object wrote and proved are used so.
+    What stays the same is written twice and not again, where the backend can give a file two names: each version has all its
+    files all the same, none needs another, and neighbours share none. Only files that this object wrote and proved are used so.
 
     Args:
         backend: where they lie.
@@ -104,7 +110,7 @@ class StoredBundles:
         self._events = events
         self.require_ours = require_ours
         local = backend.properties.kind == "local"
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, tuple[_Kept, ...]] = {}  # two files in turns, the one whose turn it is first
         self._readers = StreamCount() if local else StreamCount(most=MOST_REQUESTS)
 
     def where(self, version: Version, file: BundleFile) -> str:
@@ -137,8 +143,10 @@ class StoredBundles:
         view = view.cast("B")
         image_format.check_length(len(view), seal, f"{version}/{ref.bundle_id}")
         file = BundleFile.of(ref, seal, self._files.key_id)
-        kept = self._kept.pop(ref.bundle_id, None)  # if what follows fails, it is never used again
-        if kept is not None and self._link(version, file, kept, stamp):
+        # If what follows fails, none of them is ever used again.
+        kept = tuple(one for one in self._kept.pop(ref.bundle_id, ()) if one.is_same(version, file))
+        if len(kept) == NUM_COPIES and (linked := self._link(version, file, kept[0], stamp)) is not None:
+            self._kept[ref.bundle_id] = (*kept[1:], linked)
             progress(len(view))
             return file
         chunks = self._files.chunks(version, file, view)
@@ -146,35 +154,34 @@ class StoredBundles:
             self._backend.put(f"{version}/{file.file}", chunks, stamp=stamp, progress=progress)
         self._events.count("storage_written_bytes", len(view))
         if not file.key_id and file.length >= MIN_LINKED_BYTES:  # each version encrypts with keys of its own
-            self._kept[ref.bundle_id] = _Kept(version, file, random.randrange(len(seal.chunk_digests) or 1))
+            put = _Kept(version, file, random.randrange(len(seal.chunk_digests) or 1))
+            self._kept[ref.bundle_id] = (*kept[1 - NUM_COPIES :], put)
         return file
 
-    def _link(self, version: Version, file: BundleFile, kept: _Kept, stamp: str) -> bool:
-        """Gives the file of an earlier version a name in this one, if that is the same; False if it has to be written."""
+    def _link(self, version: Version, file: BundleFile, kept: _Kept, stamp: str) -> _Kept | None:
+        """Gives the same file of an earlier version a name in this one; None if it has to be written."""
         backend = self._backend
-        same = (kept.file.file, kept.file.seal) == (file.file, file.seal) and kept.version != version
-        if not same or not isinstance(backend, Linking):
-            return False
+        if not isinstance(backend, Linking):
+            return None
         chunk = kept.chunk
         try:
             for _ in range(-(-len(file.chunk_digests) // PROVED_PARTS)):
                 self._prove(kept.version, file, chunk)
                 chunk = (chunk + 1) % len(file.chunk_digests)
         except VersionNotFound:
-            return False  # retired meanwhile
+            return None  # retired meanwhile
         except StorageError as error:
             logger.info("%s is written anew for %s: %s", kept.file.file, version, error)
-            return False
+            return None
         except CorruptError as error:
             what = "%s: %s; it is written anew for %s. `holdfast verify` tells which other versions have this file"
             logger.warning(what, error.where or kept.file.file, error.what, version)
-            return False
+            return None
         if not backend.link(f"{version}/{file.file}", f"{kept.version}/{file.file}", stamp=stamp):
-            return False
+            return None
         self._events.count("storage_linked_bytes", file.length)
         self._events.emit("storage.linked_bundle", version=str(version), bundle=file.ref.bundle_id, bytes=file.length)
-        self._kept[file.ref.bundle_id] = _Kept(version, file, chunk)
-        return True
+        return _Kept(version, file, chunk)
 
     def _prove(self, version: Version, file: BundleFile, index: int) -> None:
         """Proves one chunk of a file that this object wrote."""
