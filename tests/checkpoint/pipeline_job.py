@@ -126,7 +126,6 @@ def main() -> None:
         "last_loss": losses[-1] if losses else None,
         "late": counted.get("late_copied_bytes", 0),
         "copies": len(copies),
-        "stalled": counted["save_seconds"] + counted.get("fence_wait_seconds", 0.0),
         "inside": copies.count("copy"),
         "seconds": seconds,
         "cadences": cadences,

@@ -47,7 +47,6 @@ def test_a_pipeline_killed_in_the_middle_goes_on_bit_for_bit(runtime_dir: Path, 
         assert end["saved"] == list(range(STEPS)), "every step was saved"
         assert end["late"] > 0, "after three proofs the copies go on behind the call"
         assert end["copies"] > 0
-        assert end["stalled"] <= 0.15 * end["seconds"], "call and fence; the first three saves are copied in the call"
 
 
 @pytest.mark.slow
