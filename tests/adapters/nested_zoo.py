@@ -926,6 +926,23 @@ model.learn(dataset.tensors[0][:8], dataset.tensors[0][8:16])
     "object of a library that counts": Case(inline(
         pre="import textwrap\nwrapper = textwrap.TextWrapper()", body="wrapper.width += 1",
     ), kills=("0,4", "2,3"), scale="(1 + wrapper.width / 100)"),
+    "data that answers to every name": Case("""
+class Fields(Dataset):
+    fields = ("label",)
+    def __init__(self, rows):
+        self.rows = rows
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, i):
+        return self.rows[i]
+    def __getattr__(self, name):
+        if name in self.fields:
+            for row in self.rows:
+                yield row
+fields = Fields([0.5, 1.5, 1.0])
+""" + inline(
+        behind="print(sum(fields.label) / len(fields))",
+    ), kills=("0,4", "2,3"), scale="fields[i % len(fields)]"),
     "object of a library with an iterator": Case(inline(
         pre="import textwrap\nwrapper = textwrap.TextWrapper()\nwrapper.source = iter(range(99))", body="next(wrapper.source)",
     ), "wrapper", kills=("2,3",), scale="(1 + next(wrapper.source) / 100)"),

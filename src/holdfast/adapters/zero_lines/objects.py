@@ -9,7 +9,6 @@ nobody can restore: then nothing is restored.
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.adapters.zero_lines.reach.attributes import is_attributes
+from holdfast.adapters.zero_lines.reach.attributes import is_attributes, is_iterator
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.tokens import is_sparse
 from holdfast.adapters.zero_lines.reach.walk import STANDING
 from holdfast.checkpoint.entries.rng import random_state
-from holdfast.checkpoint.state.stateful import Stateful
+from holdfast.checkpoint.state.stateful import is_stateful
 
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, *STANDING)
 _CONTAINERS = (list, dict, set, deque)
@@ -79,7 +78,7 @@ def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, An
             if is_sparse(value):
                 continue  # that it stays as it is, is seen at every step
             kept.objects[f"main_{name}"] = {"tensor": value}
-        elif isinstance(value, Stateful) and not isinstance(value, type):
+        elif is_stateful(value):
             kept.objects[f"main_{name}"] = value
         elif not never_changes(value) and not is_plain(value) and not is_attributes(value):
             return f"nobody can be sure what {name!r}, a {_kind(value)}, keeps from one step to the next"
@@ -143,7 +142,7 @@ def never_changes(value: Any) -> bool:
     """Tell whether this keeps nothing from one step to the next, or what `reach.py` sees."""
     if isinstance(value, tuple | frozenset):
         return all(never_changes(part) for part in value)
-    if inspect.isgenerator(value) or (hasattr(value, "__next__") and not isinstance(value, type)):
+    if is_iterator(value) and not isinstance(value, type):
         return False
     if isinstance(value, Dataset):
         return hasattr(value, "__getitem__")

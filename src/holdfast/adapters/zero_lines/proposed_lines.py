@@ -40,7 +40,7 @@ from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.events import Events
 from holdfast.checkpoint.entries.rng import random_state
-from holdfast.checkpoint.state.stateful import Stateful
+from holdfast.checkpoint.state.stateful import is_stateful
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.carried_tensors import is_carried
 from holdfast.checkpoint.usage.in_place import CHANGES
@@ -347,7 +347,7 @@ class _Text:
         elif isinstance(value, DataLoader | Sampler):
             for name in ("generator", "sampler"):
                 self._visit(found, f"{path}.{name}", getattr(value, name, None), seen, depth)
-        elif isinstance(value, Stateful) or random_state(value) is not None:
+        elif is_stateful(value) or random_state(value) is not None:
             found.others[id(value)] = path, value
         else:
             self._visit_parts(found, path, value, seen, depth + 1)

@@ -49,6 +49,12 @@ class Stateful(Protocol):
         """Takes over a state."""
 
 
+def is_stateful(value: Any) -> bool:
+    """Tell whether an object hands out its state: with methods, and not by a `__getattr__` that answers to every name."""
+    methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
 class StatefulPart:
     """A scheduler, a loader, random number generators, any object of the user.
 

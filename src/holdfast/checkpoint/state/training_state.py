@@ -48,7 +48,7 @@ from holdfast.checkpoint.state.change_detection import Tensors
 from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.state.model_part import ModelPart
 from holdfast.checkpoint.state.optimizer import OptimizerPart
-from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, Stateful, StatefulPart
+from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, StatefulPart, is_stateful
 from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck
 from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.model import Shard
@@ -472,4 +472,4 @@ def _part(name: str, value: Any) -> Part | None:
         return StatefulPart(name, dataloader.place_of(value))
     if (found := random_state(value)) is not None:
         return StatefulPart(name, OwnRandomness(*found))
-    return StatefulPart(name, value) if isinstance(value, Stateful) and not isinstance(value, type) else None
+    return StatefulPart(name, value) if is_stateful(value) else None

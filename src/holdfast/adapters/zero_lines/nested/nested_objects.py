@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from holdfast.adapters.zero_lines.objects import Kept, never_changes
-from holdfast.adapters.zero_lines.reach.attributes import attributes_of, is_attributes, is_progress_bar
+from holdfast.adapters.zero_lines.reach.attributes import attributes_of, is_attributes, is_iterator, is_progress_bar
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.tokens import is_sparse
-from holdfast.checkpoint.state.stateful import Stateful
+from holdfast.checkpoint.state.stateful import is_stateful
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
@@ -115,13 +115,13 @@ class _Found:
             self.optimizers[id(value)] = value
         elif isinstance(value, torch.Tensor):
             self._tensor(path, value, top=top and judge, judge=judge)
-        elif isinstance(value, Stateful) and not isinstance(value, type):
+        elif is_stateful(value):
             self._stateful(path, value, depth, judge=judge)
         elif isinstance(value, _CONTAINERS):
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             self._parts(path, ((f"[{key!r}]", part) for key, part in parts), depth, judge=judge)
         elif isinstance(value, _NAMESPACES) or (self._is_of_user(value) and not _is_code(value)):
-            if judge and hasattr(value, "__next__"):
+            if judge and is_iterator(value):
                 self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
             self._parts(path, _attributes(value), depth, judge=judge)
         elif is_attributes(value) and not never_changes(value) and not is_progress_bar(value):

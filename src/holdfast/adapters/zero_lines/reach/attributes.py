@@ -21,9 +21,14 @@ def is_progress_bar(value: Any) -> bool:
     return any(part.__module__.partition(".")[0] == "tqdm" for part in type(value).__mro__)
 
 
+def is_iterator(value: Any) -> bool:
+    """Tell whether a value has a next item; a `__getattr__` that answers to every name makes no iterator."""
+    return hasattr(type(value), "__next__") or callable(getattr(value, "__next__", None))
+
+
 def is_attributes(value: Any) -> bool:
     """Tell whether an object of a library is nothing but its attributes: it is looked into, and goes on by nobody else."""
-    alone = not hasattr(value, "__next__") and not isinstance(
+    alone = not is_iterator(value) and not isinstance(
         value, threading.Thread | io.IOBase | multiprocessing.process.BaseProcess | subprocess.Popen
     )
     return alone and not isinstance(value, type) and is_of_python(type(value))

@@ -38,6 +38,7 @@ from holdfast.adapters.zero_lines.reach.attributes import (
     attributes_of,
     global_names,
     is_attributes,
+    is_iterator,
     is_of_python,
     is_progress_bar,
     loaded_names,
@@ -429,7 +430,7 @@ class Walk:
             self._stateful(path, value, asks)
         elif is_progress_bar(value):
             return
-        elif hasattr(value, "__next__") or isinstance(value, io.IOBase):
+        elif is_iterator(value) or isinstance(value, io.IOBase):
             if asks:
                 self.found.unsure.append((path, kind.__qualname__))
         elif isinstance(value, Dataset | Sampler):
