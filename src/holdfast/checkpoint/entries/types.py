@@ -87,6 +87,11 @@ class Gathered:
     structure: int
     storages: int
 
+    @property
+    def still(self) -> set[str]:
+        """Return the names of the tensors that may stay as they are for many versions."""
+        return {name for name, live in self.tensors.items() if live.still}
+
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:

@@ -330,12 +330,11 @@ class Restorer:
         if choice.world_size != group.world_size:
             return False
         refs = [ref for ref in choice.bundles if ref.has(group.rank)]
-        tensors = self._state.gather().tensors
-        still = {name for name, live in tensors.items() if live.still}
-        if reshard.is_layout(refs, [live.shard for live in tensors.values()], still):
+        now = self._state.gather()
+        if reshard.is_layout(refs, [live.shard for live in now.tensors.values()], now.still):
             return True
         later = self._state.predict()  # the version has optimizer state, and these objects do not yet
-        return later is not None and reshard.is_layout(refs, later.values(), still)
+        return later is not None and reshard.is_layout(refs, later.values(), now.still)
 
     def _load_elsewhere(self, choice: Choice) -> Loaded | None:
         """Load from any other layout; None if some rank found a bad copy."""

@@ -613,8 +613,7 @@ class Saver:
         """The structure of this state, or of the `shards` that it will have."""
         if shards is None:
             shards = [live.shard for live in gathered.tensors.values()]
-        still = {name for name, live in gathered.tensors.items() if live.still}
-        return Structure(shards, gathered.values, rank=self._rank, topology=self._topology, still=still)
+        return Structure(shards, gathered.values, rank=self._rank, topology=self._topology, still=gathered.still)
 
     def _split_of(self, structure: Structure, gathered: Gathered) -> Split:
         """The cached split of every plan of the structure; made anew when structure or trust changed."""

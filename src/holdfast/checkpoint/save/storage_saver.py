@@ -254,9 +254,8 @@ class DirectSaver:
         if structure is None or gathered.structure != self._structure_key:
             if structure is None or not structure.fits(gathered):
                 shards = [live.shard for live in gathered.tensors.values()]
-                still = {name for name, live in gathered.tensors.items() if live.still}
                 rank = self._job.group.rank
-                structure = Structure(shards, gathered.values, rank=rank, topology=self._topology, still=still)
+                structure = Structure(shards, gathered.values, rank=rank, topology=self._topology, still=gathered.still)
                 structure.encode(gathered)
             self._structure, self._structure_key = structure, gathered.structure
         return structure
