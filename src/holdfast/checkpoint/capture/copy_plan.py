@@ -22,8 +22,7 @@ import torch
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.capture.block_copies import BlockCopies
 from holdfast.checkpoint.capture.slot_record import Known, Record
-from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, torch_dtype
-from holdfast.checkpoint.state.change_detection import same_objects
+from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, torch_dtype
 from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
 from holdfast.keeper.rpc.client import ImageSpan
@@ -220,23 +219,20 @@ class SlotView:
         self._sizes = array("q", [part.piece.num_bytes for part in plan.parts])
         self._divided = [index for index, part in enumerate(plan.parts) if not part.is_whole]
         self._live: list[LiveTensor] = []
+        self._lasting: Mapping[str, LiveTensor] | None = None
+        self._fresh_names: frozenset[str] = frozenset()
+        self._fresh: list[int] = []  # the parts of those names
         self._copies: tuple[Split, Copies, Copies] | None = None
 
     def assign(self, tensors: Mapping[str, LiveTensor], split: Split) -> tuple[Copies, Copies]:
         """Return what is copied now and what late. Of tensors that are the same objects as last time nothing is looked
         at.
         """
-        live = list(map(tensors.__getitem__, self._names))
-        fresh: Collection[int] = ()
-        if not self._live:
-            self.sources = [tensor.local for tensor in live]
-            for index in self._divided:
-                self.sources[index] = self.plan.parts[index].of(live[index])
-        elif not same_objects(live, self._live):
-            fresh = [i for i, (new, old) in enumerate(zip(live, self._live, strict=True)) if new is not old]
-        self._live = live
+        fresh: Collection[int] = self._look_up(LiveTensors.of(tensors))
+        if not self.sources:
+            self.sources, fresh = [tensor.local for tensor in self._live], self._divided
         for index in fresh:
-            self.sources[index] = self.plan.parts[index].of(live[index])
+            self.sources[index] = self.plan.parts[index].of(self._live[index])
         copies = self._copies
         if copies is None or copies[0] is not split or not self._replace(fresh):
             now, late = (
@@ -245,9 +241,22 @@ class SlotView:
             copies = self._copies = (split, now, late)
         return copies[1], copies[2]
 
+    def _look_up(self, tensors: LiveTensors) -> list[int]:
+        """Looks the tensor of each part up; returns the parts that had another one last time."""
+        names, live, fresh = self._names, self._live, tensors.fresh
+        if live and tensors.lasting is self._lasting and fresh.keys() == self._fresh_names:
+            changed = [index for index in self._fresh if fresh[names[index]] is not live[index]]
+            for index in changed:
+                live[index] = fresh[names[index]]
+            return changed
+        self._live = list(map({**tensors.lasting, **fresh}.__getitem__, names))
+        self._lasting, self._fresh_names = tensors.lasting, frozenset(fresh)
+        self._fresh = [index for index, name in enumerate(names) if name in fresh]
+        return [index for index, (new, old) in enumerate(zip(self._live, live, strict=False)) if new is not old]
+
     def forget(self) -> None:
         """Holds no tensor of the state any more, until the next `assign`."""
-        self.sources, self._live, self._copies = [], [], None
+        self.sources, self._live, self._lasting, self._copies = [], [], None, None
 
     def _replace(self, fresh: Collection[int]) -> bool:
         """Puts the new sources of these parts where the old ones stand; False if there are too many to look for."""

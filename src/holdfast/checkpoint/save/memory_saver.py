@@ -37,7 +37,7 @@ from holdfast.checkpoint.capture.twin_comparison import Shared
 from holdfast.checkpoint.capture.unchanged_images import Look, UnchangedImages, stands
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
-from holdfast.checkpoint.entries.types import Gathered
+from holdfast.checkpoint.entries.types import Gathered, LiveTensors
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.job.slot_reservation import Reservation, comes_after_restore
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -473,11 +473,10 @@ class Saver:
             self._aside_key, self._aside = key, self._small(gathered)
         if self._aside is None:
             return None
-        tensors = dict(gathered.tensors)
-        for name in self._aside:
-            live = tensors[name]
-            tensors[name] = replace(live, local=live.local.detach().clone())
-        return replace(gathered, tensors=tensors)
+        tensors = LiveTensors.of(gathered.tensors)
+        rest = ((name, tensors[name]) for name in self._aside)
+        copies = {name: replace(live, local=live.local.detach().clone()) for name, live in rest}
+        return replace(gathered, tensors=LiveTensors(tensors.lasting, {**tensors.fresh, **copies}))
 
     def _small(self, gathered: Gathered) -> tuple[str, ...] | None:
         """Names of what is copied in the call, if it is small and nothing has to be compared."""

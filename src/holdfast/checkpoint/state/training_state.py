@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -42,14 +43,14 @@ from holdfast.checkpoint.entries.entries import (
 )
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
 from holdfast.checkpoint.entries.sharding import Layouts, as_patterns
-from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
+from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, LoadRecord, SavedTensor
 from holdfast.checkpoint.state import dataloader
 from holdfast.checkpoint.state.change_detection import Tensors
 from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.state.model_part import ModelPart
 from holdfast.checkpoint.state.optimizer import OptimizerPart
 from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, StatefulPart, is_stateful
-from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck
+from holdfast.checkpoint.state.unsaved_state import NUM_WITNESSES, UnsavedStateCheck
 from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.model import Shard
 
@@ -111,6 +112,7 @@ class State:
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
         self._overlooked = UnsavedStateCheck(self._in_no_version)
+        self._trained: list[torch.Tensor] = []  # some of what optimizers own
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
         self.overwritten: set[str] = set()
@@ -170,9 +172,9 @@ class State:
         for part in self._parts:
             part.report(transient)
         self._add_orders(transient)
-        tensors = {**self._persistent.tensors, **transient.tensors}
-        if len(tensors) != len(self._persistent.tensors) + len(transient.tensors):
-            raise twice(next(iter(self._persistent.tensors.keys() & transient.tensors.keys())))
+        tensors = LiveTensors(self._persistent.tensors, transient.tensors)
+        if both := [name for name in transient.tensors if name in self._persistent.tensors]:
+            raise twice(both[0])
         described = (
             self._storages,
             [(live.shard, live.local.device) for live in transient.tensors.values()],
@@ -182,7 +184,7 @@ class State:
             self._note_structure(tensors, transient)
             self._described = described
         if self._layouts.allocated:
-            self._overlooked.look(live.local for live in self._persistent.tensors.values() if live.late)
+            self._overlooked.look(self._trained)
         return Gathered(tensors, transient.values, self._structure, self._storages)
 
     @torch.no_grad()
@@ -199,9 +201,8 @@ class State:
         for part in self._parts:
             part.report(transient)
         self._add_orders(transient)
-        return Gathered(
-            {**self._persistent.tensors, **transient.tensors}, transient.values, self._structure, self._storages
-        )
+        tensors = LiveTensors(self._persistent.tensors, transient.tensors)
+        return Gathered(tensors, transient.values, self._structure, self._storages)
 
     def storages(self) -> int:
         """Returns `Gathered.storages`, looked at again when an optimizer's state has grown; for every step."""
@@ -403,6 +404,8 @@ class State:
         for part in self._parts:
             part.build(self._persistent)
         self._watch = Tensors(self._persistent.sources if self._layouts.allocated else ())
+        owned_now = (live.local for live in self._persistent.tensors.values() if live.late)
+        self._trained = list(islice(owned_now, NUM_WITNESSES))
         self._storages += 1
 
     def _note_structure(self, tensors: Mapping[str, LiveTensor], transient: Collector) -> None:
