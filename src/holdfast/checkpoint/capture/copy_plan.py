@@ -22,6 +22,7 @@ import torch
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.capture.block_copies import BlockCopies
 from holdfast.checkpoint.capture.slot_record import Known, Record
+from holdfast.checkpoint.capture.spot_check import Spots
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, torch_dtype
 from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
@@ -199,6 +200,7 @@ class SlotView:
         sources: where each part comes from; set by `assign`.
         record: what the last complete save left in it; None while it is being written (`checkpoint.capture.unchanged_images`).
         known: what of that may be believed in the save that is being made, by bundle.
+        spots: those of its late parts, and for which parts they were worked out (`checkpoint.capture.late_copy_check`).
     """
 
     def __init__(self, slot: Slot, plan: Plan) -> None:
@@ -215,6 +217,7 @@ class SlotView:
         self.sources: list[torch.Tensor] = []
         self.record: Record | None = None
         self.known: Mapping[str, Known] = {}
+        self.spots: tuple[object, Spots | None] = (None, None)
         self._names = [part.name for part in plan.parts]
         self._sizes = array("q", [part.piece.num_bytes for part in plan.parts])
         self._divided = [index for index, part in enumerate(plan.parts) if not part.is_whole]

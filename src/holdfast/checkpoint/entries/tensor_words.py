@@ -152,7 +152,7 @@ class Addresses:
         return np.fromiter(map(torch.Tensor.data_ptr, self._tensors), np.uint64, len(self._tensors))
 
 
-class WriteCounts:
+class Writes:
     """Tells torch's counts of writes to such tensors; they do not see every write."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
