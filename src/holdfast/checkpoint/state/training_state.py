@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.state.model_part import ModelPart
 from holdfast.checkpoint.state.optimizer import OptimizerPart
 from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, StatefulPart, is_stateful
-from holdfast.checkpoint.state.unsaved_state import NUM_WITNESSES, UnsavedStateCheck
+from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck
 from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.model import Shard
 
@@ -112,7 +111,7 @@ class State:
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
         self._overlooked = UnsavedStateCheck(self._in_no_version)
-        self._trained: list[torch.Tensor] = []  # some of what optimizers own
+        self._owned: dict[str, torch.Tensor] = {}
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
         self.overwritten: set[str] = set()
@@ -184,7 +183,7 @@ class State:
             self._note_structure(tensors, transient)
             self._described = described
         if self._layouts.allocated:
-            self._overlooked.look(self._trained)
+            self._overlooked.look(self._owned.values())
         return Gathered(tensors, transient.values, self._structure, self._storages)
 
     @torch.no_grad()
@@ -210,9 +209,9 @@ class State:
             self.glance()
         return self._storages
 
-    def owned(self) -> dict[str, torch.Tensor]:
-        """Returns what optimizers own by entry name, as of the last look."""
-        return {name: live.local for name, live in self._persistent.tensors.items() if live.late}
+    def owned(self) -> Mapping[str, torch.Tensor]:
+        """Returns what optimizers own by entry name, as of the last look; not to be changed."""
+        return self._owned
 
     def _sizes(self) -> list[int]:
         return [len(optimizer.state) for optimizer in self.optimizers]
@@ -404,8 +403,7 @@ class State:
         for part in self._parts:
             part.build(self._persistent)
         self._watch = Tensors(self._persistent.sources if self._layouts.allocated else ())
-        owned_now = (live.local for live in self._persistent.tensors.values() if live.late)
-        self._trained = list(islice(owned_now, NUM_WITNESSES))
+        self._owned = {name: live.local for name, live in self._persistent.tensors.items() if live.late}
         self._storages += 1
 
     def _note_structure(self, tensors: Mapping[str, LiveTensor], transient: Collector) -> None:

@@ -9,6 +9,7 @@ Used by `checkpoint.survivors.survivor_state`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class UnchangedStateCheck:
     def __init__(self, state: State) -> None:
         self._state = state
         self._storages = -1
-        self.owned: dict[str, torch.Tensor] = {}
+        self.owned: Mapping[str, torch.Tensor] = {}
         self._spots, self._counts = Spots((), ()), Writes(())
         self._seen: tuple[npt.NDArray[Any], tuple[Any, ...]] | None = None
         self._turn = 0
