@@ -281,7 +281,7 @@ def _counter_of(probe: torch.Tensor, at: Callable[..., npt.NDArray[Any]]) -> tup
 
 def _is_proved(places: Places) -> bool:
     """Return whether every change of a tensor is seen at these places."""
-    tensor = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    tensor = nn.Parameter(torch.ones(4, 4, device="cpu"), requires_grad=False)
 
     def shrunk() -> torch.Tensor:
         tensor.untyped_storage().resize_(0)
