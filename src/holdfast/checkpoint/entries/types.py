@@ -68,7 +68,7 @@ class LiveTensor:
     still: bool = False
 
 
-class LiveTensors(Mapping[str, LiveTensor]):
+class LiveTensors(Mapping):  # type: ignore[type-arg]
     """The tensors of a state by entry name, in two parts, so that a save of thousands need not copy a dict of them.
 
     Attributes:
