@@ -18,6 +18,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import cast
 
 import numpy as np
 import torch
@@ -256,11 +257,14 @@ class SlotView:
                 live[index] = fresh[names[index]]
             return changed
         self._lasting, self._fresh_names = tensors.lasting, frozenset(fresh)
-        self._fresh = [index for index, name in enumerate(names) if name in fresh]
-        if self._fresh:
-            self._live = list(map({**tensors.lasting, **fresh}.__getitem__, names))
+        now = list(map(tensors.lasting.get, names))
+        if not any(name in tensors.lasting for name in fresh):
+            self._fresh = [index for index, tensor in enumerate(now) if tensor is None]
         else:
-            self._live = list(map(tensors.lasting.__getitem__, names))
+            self._fresh = [index for index, name in enumerate(names) if name in fresh]
+        for index in self._fresh:
+            now[index] = fresh[names[index]]
+        self._live = cast("list[LiveTensor]", now)
         return [index for index, (new, old) in enumerate(zip(self._live, live, strict=False)) if new is not old]
 
     def forget(self) -> None:
