@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from doors_kit import SOURCE, launching, starter, untouched, workshops
+from doors_kit import SOURCE, folds_end_as_in_plain_python, launching, starter, untouched, workshops
 from holdfast.adapters.lightning.checkpoint_io import checkpoint_io
 from holdfast.base.config import Config
 from holdfast.base.errors import VersionNotFound
@@ -80,6 +80,10 @@ def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(tmp_path: Path) -> Non
     door = Door(untouched(WORKER.with_name("lightning_zero_script.py")), steps=6)
     with Workshop(tmp_path) as made:
         CHECKS["killed_in_the_middle_it_goes_on_bit_for_bit"](door, made)
+
+
+def test_folds_that_know_nothing_of_holdfast_each_train(tmp_path: Path) -> None:
+    folds_end_as_in_plain_python(WORKER.with_name("lightning_folds.py"), tmp_path)
 
 
 def checkpoint(step: int, fill: float) -> dict[str, Any]:
