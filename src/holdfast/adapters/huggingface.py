@@ -427,7 +427,7 @@ class _Kept:
 
 
 class _Epochs:
-    """Where the trainer is in its epochs, which its count of steps alone does not say.
+    """Tells where the trainer is in its epochs, which its count of steps alone does not say.
 
     An epoch may end before its data does (`should_epoch_stop`), and data that tells no length ends where it ends. So the epoch is
     kept, the batches of it that were trained, and the random numbers that it began with, from which a loader of the script's

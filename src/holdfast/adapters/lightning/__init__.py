@@ -301,7 +301,7 @@ def launch_of(values: Mapping[str, Any], rank: int) -> str:
 
 
 def _states_of_callbacks(values: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
-    """What callbacks handed out for a version, by their keys; empty if it does not say."""
+    """Return what callbacks handed out for a version, by their keys; empty if it does not say."""
     for name in (f"rank{rank}/handed", "handed", "rank0/handed"):
         if name in values:
             states: Mapping[str, Any] = values[name].get("callbacks", {})

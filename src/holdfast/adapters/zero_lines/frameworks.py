@@ -23,7 +23,7 @@ from holdfast.base.events import Events
 
 
 class _Turn:
-    """Which training of a script is kept: the first. Another one is no restart of it, and is not to go on with its version."""
+    """Tells which training of a script is kept: the first. Another one is no restart of it, and is not to go on with its version."""
 
     def __init__(self) -> None:
         self._is_taken = False

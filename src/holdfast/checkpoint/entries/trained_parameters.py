@@ -2,8 +2,8 @@
 
 A callback that thaws a layer behind a step does so once. In a run that goes on behind that step it has nothing to do, and
 the layer would stay frozen. So a version says which parameters were changed since the training began. They are changed again where
-the script begins as the run did that saved; where it begins otherwise, it has decided by itself. Called by `adapters.huggingface` and
-`adapters.lightning`.
+the script begins as the run did that saved; where it begins otherwise, it has decided by itself. Called by adapters
+of frameworks with callbacks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 
 
 class Trained:
-    """Which parameters of a model are trained, as an object with a state.
+    """Tells which parameters of a model are trained, as an object with a state.
 
     Args:
         model: as its training begins, before anything was changed on the way.
