@@ -149,3 +149,28 @@ def test_numbers_of_numpy_and_torch_in_a_log_are_kept_as_plain_ones() -> None:
     assert huggingface._is_plain([{"mine": np.float32(1.5), "other": torch.tensor(2)}])
     assert not huggingface._is_plain([{"mine": torch.ones(2)}])
     assert huggingface._number(np.float32(1.5)) == 1.5
+
+
+class _Accelerator:
+    """As much of an Accelerator as what is late is told by."""
+
+    _models = (1,)
+
+    def prepare(self, *things: Any) -> tuple[Any, ...]:
+        return things
+
+    def register_for_checkpointing(self, *things: Any) -> None:
+        """Nothing."""
+
+
+def test_what_is_prepared_or_registered_behind_wrap_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = _Accelerator()
+    huggingface._tell_what_is_late(accelerator)
+    assert accelerator.prepare(torch.nn.Linear(1, 1), {}) is not None
+    accelerator.register_for_checkpointing([])
+    assert "accelerator.prepare(Linear, dict) came behind holdfast's wrap" in caplog.text
+    assert "accelerator.register_for_checkpointing(list) came behind" in caplog.text
+    huggingface._tell_what_is_late(accelerator)
+    accelerator._models, caplog_before = (), caplog.text
+    accelerator.prepare([])
+    assert caplog.text == caplog_before, "all was given free"

@@ -19,6 +19,7 @@ of TRL are such trainers; what they count besides is kept too (`trl_attributes`)
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import logging
@@ -105,6 +106,7 @@ def wrap(accelerator: Any, root: str | os.PathLike[str], **options: Any) -> Chec
         )
     if not accelerator._models:
         raise UsageError("the accelerator has prepared no model", remedy="call accelerator.prepare(...) before wrap")
+    _tell_what_is_late(accelerator)
     objects = dict(options)
     objects.setdefault("model", _one(accelerator._models))
     objects.setdefault("optimizer", _one([_bare(each, "optimizer") for each in accelerator._optimizers]))
@@ -118,6 +120,23 @@ def wrap(accelerator: Any, root: str | os.PathLike[str], **options: Any) -> Chec
     if accelerator._custom_objects:
         objects.setdefault("custom", list(accelerator._custom_objects))
     return Checkpointer(root, **objects)
+
+
+def _tell_what_is_late(accelerator: Any) -> None:
+    """Warn of what is prepared or registered from now on: the Checkpointer that is about to be made does not have it."""
+    for name in ("prepare", "register_for_checkpointing"):
+        method = functools.partial(getattr(type(accelerator), name), accelerator)
+        vars(accelerator)[name] = functools.partial(_late, accelerator, name, method)
+
+
+def _late(accelerator: Any, name: str, method: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    vars(accelerator).pop(name, None)
+    if accelerator._models:  # else everything was given free, and begins anew
+        kinds = ", ".join(type(each).__name__ for each in given)
+        logger.warning(
+            "accelerator.%s(%s) came behind holdfast's wrap, and is not kept: call wrap behind it", name, kinds
+        )
+    return method(*given, **options)
 
 
 def _parameters(model: Any) -> Iterator[str]:
