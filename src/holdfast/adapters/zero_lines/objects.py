@@ -10,7 +10,7 @@ nobody can restore: then nothing is restored.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.adapters.zero_lines.reach.attributes import is_attributes, is_iterator
+from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data, is_attributes, is_iterator
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.tokens import is_sparse
 from holdfast.adapters.zero_lines.reach.walk import STANDING
@@ -50,13 +50,16 @@ class Kept:
         return found
 
 
-def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, Any]) -> Kept | str:
+def sort_out(
+    used: Iterable[str], carried: Iterable[str], scope: Mapping[str, Any], is_of_user: Callable[[Any], bool]
+) -> Kept | str:
     """Returns what to keep, or what is in the way.
 
     Args:
         used: names that the loop reads.
         carried: names that live from one step to the next.
         scope: what names mean now: the loop's own, and the script's.
+        is_of_user: tells whether the class of an object is the user's.
     """
     kept, modules, optimizers = Kept(), {}, {}
     reason = _carried_badly(carried, scope)
@@ -78,7 +81,7 @@ def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, An
             if is_sparse(value):
                 continue  # that it stays as it is, is seen at every step
             kept.objects[f"main_{name}"] = {"tensor": value}
-        elif is_stateful(value):
+        elif is_stateful(value) and not has_place_in_data(value, is_of_user):
             kept.objects[f"main_{name}"] = value
         elif not never_changes(value) and not is_plain(value) and not is_attributes(value):
             return f"nobody can be sure what {name!r}, a {_kind(value)}, keeps from one step to the next"
