@@ -1057,6 +1057,12 @@ for epoch in range(3):
         die(epoch, i)
     die(epoch, "eval")
 """, "it has a place of its own, which it hands out", kills=("0,4", "2,3")),
+    "object of a library that cannot say its state": Case(inline(
+        pre="import shelf\nmean = shelf.Mean()", body="mean.sum += 1",
+    ), "'mean', a Mean, cannot hand out its state: NotImplementedError: not yet", kills=("0,4",), scale="(1 + mean.sum / 100)",
+        package=SHELF + "\nclass Mean:\n    sum = 0\n    def state_dict(self): raise NotImplementedError('not yet')\n"
+        "    def load_state_dict(self, state): pass\n",
+    ),
     "object of a library with an iterator": Case(inline(
         pre="import textwrap\nwrapper = textwrap.TextWrapper()\nwrapper.source = iter(range(99))", body="next(wrapper.source)",
     ), "wrapper", kills=("2,3",), scale="(1 + next(wrapper.source) / 100)"),

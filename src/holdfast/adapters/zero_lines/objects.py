@@ -73,8 +73,6 @@ def sort_out(
             optimizers[name] = value
         elif isinstance(value, _CONTAINERS):
             reason = _why_no_container(name, value)
-            if reason:
-                return reason
         elif isinstance(value, torch.Tensor):
             if value.requires_grad:
                 return f"{name!r} is a tensor with a gradient outside of a module"
@@ -82,9 +80,12 @@ def sort_out(
                 continue  # that it stays as it is, is seen at every step
             kept.objects[f"main_{name}"] = {"tensor": value}
         elif is_stateful(value) and not has_place_in_data(value, is_of_user):
+            reason = "" if is_of_user(value) else why_no_state(name, value)
             kept.objects[f"main_{name}"] = value
         elif not never_changes(value) and not is_plain(value) and not is_attributes(value):
             return f"nobody can be sure what {name!r}, a {_kind(value)}, keeps from one step to the next"
+        if reason:
+            return reason
     return _with_model(kept, modules, optimizers, scope)
 
 
@@ -138,6 +139,15 @@ def _why_no_container(name: str, value: Any) -> str:
             sure = (never_changes(part) and not isinstance(part, nn.Module)) or is_plain(part)
         if not sure:
             return f"{name!r} is a {_kind(value)} of things that nobody can be sure of"
+    return ""
+
+
+def why_no_state(path: str, value: Any) -> str:
+    """Returns why an object that hands out its state does not; empty if it does. One of the user's is asked when it is looked at."""
+    try:
+        value.state_dict()
+    except Exception as error:  # noqa: BLE001 - objects of other people are asked
+        return f"{path!r}, a {_kind(value)}, cannot hand out its state: {type(error).__name__}: {error}"
     return ""
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from holdfast.adapters.zero_lines.objects import Kept, never_changes
+from holdfast.adapters.zero_lines.objects import Kept, never_changes, why_no_state
 from holdfast.adapters.zero_lines.reach.attributes import (
     attributes_of,
     has_place_in_data,
@@ -147,6 +147,8 @@ class _Found:
         self._keep(path, value)
         if self._is_of_user(value):
             self._parts(path, _attributes(value), depth, judge=False)
+        elif reason := why_no_state(path, value):
+            self._refuse(reason)
 
     def _tensor(self, path: str, value: torch.Tensor, *, top: bool, judge: bool) -> None:
         if judge and value.requires_grad and value.is_leaf:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,11 +118,15 @@ class Look:
         self.owners[path] = owner_of(thing)
 
 
-def _ended() -> types.GeneratorType[Any, Any, Any]:
+def _ended() -> Generator[Any, Any, Any]:
     """Returns a generator that has no items left."""
-    none: types.GeneratorType[Any, Any, Any] = (item for item in ())
-    next(none, None)
-    return none
+
+    def some() -> Generator[Any, Any, Any]:
+        yield
+
+    found = some()
+    found.close()
+    return found
 
 
 def owner_of(thing: Any) -> Owner:
