@@ -203,7 +203,7 @@ class Looker:
         within = list(zip(_named(inner, {path for path, _ in around}), map(scope, inner), strict=True))
         lost = {name for name, value in self._main.items() if type(value) is Lost}
         self._reach.counted = {each for entry in entries if entry.items for each in entry.items.counted()}
-        self._reach.may_begin = last is not None or entries[-1].items is None
+        self._reach.may_begin = len(stack) > 1 and (last is not None or entries[-1].items is None)
         found = self._reach.look(
             self._main,
             around,
