@@ -75,6 +75,7 @@ class ParityBuilder:
             "holdfast parity", self._build, lambda text: state.alarms.warn(ALARM, text)
         )
         self._failed: _Build | None = None
+        self._lacking: Version | None = None  # resumed from, and in no memory
         self._since_s: float | None = None
         self._last = (0, 0.0)
         self._made_bytes = 0
@@ -156,8 +157,11 @@ class ParityBuilder:
             return
         except (HoldfastError, OSError) as error:  # also of a system that has no descriptor or no memory left
             if isinstance(error, VersionNotFound) and version.incarnation != ledger.incarnation:
-                # Ranks may have read it from storage past their keepers. Nobody brings it back into memory now.
-                logger.info("no parity of %s, from which all resumed: %s", version, error.what)
+                # Ranks may have read it from storage past their keepers. Only a keeper that adopts memory may still have it.
+                if self._lacking != version:
+                    logger.info("no parity of %s, from which all resumed: %s", version, error.what)
+                self._lacking = version
+                self._try_again(build)
                 return
             # The version stays at its level until all pieces stand.
             state.alarms.warn(ALARM, f"no parity of {version}: {error}")

@@ -152,8 +152,14 @@ class StoredBundles:
         kept = tuple(one for one in self._kept.pop(ref.bundle_id, ()) if one.is_same(version, file))
         is_late = any(one.version > version for one in kept)
         if len(kept) == NUM_COPIES and not is_late and not self._is_committed(kept[-1].version):
-            kept = kept[:-1]  # so the version before may be one that has the first file, and the last may still become one
-        if len(kept) == NUM_COPIES and not is_late and (linked := self._link(version, file, kept[0], stamp)) is not None:
+            kept = kept[
+                :-1
+            ]  # so the version before may be one that has the first file, and the last may still become one
+        if (
+            len(kept) == NUM_COPIES
+            and not is_late
+            and (linked := self._link(version, file, kept[0], stamp)) is not None
+        ):
             self._kept[ref.bundle_id] = (*kept[1:], linked)
             progress(len(view))
             return file
