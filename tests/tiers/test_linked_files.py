@@ -317,20 +317,23 @@ def test_where_no_name_can_be_added_it_is_written(store: Storage, monkeypatch: p
 def test_a_fault_at_any_call_ends_in_an_error_or_in_a_whole_file(
     store: Storage, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    frozen = Frozen()
-    frozen.save(store, V1)
+    frozen, sources = Frozen(), (V1, V2)
+    for version in sources:
+        frozen.save(store, version)
     steps = iter(range(100, 1000))
     wrote: list[Version] = []
 
     def attempt() -> None:
-        for step in (10, 11):  # sources, if those before were lost to a fault
-            frozen.save(store, Version(1, step))
+        store.bundles.distrust(frozen.ref.bundle_id)
+        for version in sources:  # anew, and they are committed
+            frozen.write(store, version)
         version = Version(1, next(steps))
         wrote.append(version)
         frozen.write(store, version)
 
     failures = list(every_failure(monkeypatch, attempt, code))
     assert any(noticed for _, noticed in failures)
+    assert counted(store)[1] > 0
     for version in wrote:
         directory = path_of(store, version, BundleFile.of(frozen.ref, frozen.seal, "")).parent
         found = list(directory.glob("*.safetensors")) if directory.exists() else []
