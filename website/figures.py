@@ -35,7 +35,8 @@ def figures(results: Path) -> str:
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
     goal = str(row.get("goal") or "")
-    return f"`{row['metric']}`", f"{row['value']} {row.get('unit', '')}", goal, bar(row["value"], goal)
+    name, _, more = row["metric"].partition(" ")  # the name stays on one line, and what is behind it need not
+    return f"`{name}` {more}".rstrip(), f"{row['value']} {row.get('unit', '')}", goal, bar(row["value"], goal)
 
 
 def bar(value: Any, goal: str) -> str:
@@ -48,7 +49,7 @@ def bar(value: Any, goal: str) -> str:
     color = "#2e7d32" if met else "#c62828"
     label = html.escape(f"{value} of {goal}, {'met' if met else 'missed'}")
     return (
-        f'<svg role="img" aria-label="{label}" width="{WIDTH}" height="12">'
+        f'<svg role="img" aria-label="{label}" width="{WIDTH}" height="12" viewBox="0 0 {WIDTH} 12">'
         f'<rect width="{length:.0f}" height="12" fill="{color}"/>'
         f'<rect x="{WIDTH // 2}" width="2" height="12" fill="currentColor"/></svg>'
     )

@@ -12,8 +12,15 @@ from website import covered, figures, metrics, pages, reference, scenarios
 
 ROOT = Path(__file__).resolve().parents[1]
 COVERED = ROOT / "website" / "covered.json"
-# Names in tables are not broken in their middle.
-STYLE = ".md-typeset td:first-child code, .md-typeset td:nth-child(3) code { white-space: nowrap; }\n"
+# Names in tables are not broken in their middle, where the window is wide enough for what stands beside them.
+STYLE = """.md-typeset td code { overflow-wrap: anywhere; }
+@media (min-width: 45em) {
+  .md-typeset td:first-child code, .md-typeset td:nth-child(3) code { white-space: nowrap; }
+}
+@media (max-width: 45em) {
+  .md-typeset table:not([class]) td, .md-typeset table:not([class]) th { min-width: 4.5em; padding: 0.6em; }
+}
+"""
 
 
 def on_files(files: Files, config: Any) -> Files:

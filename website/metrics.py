@@ -11,7 +11,7 @@ from holdfast.keeper.observe.metrics import COMMON_LABELS, METRICS, PREFIX, unit
 from website.pages import joined, page, table
 
 MADE = "This page is made from the code of this version."
-HEAD = ("name", "type", "unit", "labels", "help")
+HEAD = ("name", "help", "type, unit, labels")
 # Rooms and what runs their code; both read and write storage.
 KEEPER, TRAINER = ("keeper", "tiers"), ("checkpoint", "tiers")
 
@@ -77,4 +77,4 @@ def complain(found: dict[str, set[str]]) -> None:
 
 
 def _row(name: str, kind: str, labels: tuple[str, ...] | None, text: str) -> tuple[str, ...]:
-    return f"`{name}`", kind, unit_of(name), ", ".join(f"`{label}`" for label in labels or ()), text
+    return f"`{name}`", text, ", ".join(filter(None, [kind, unit_of(name), *(f"`{label}`" for label in labels or ())]))

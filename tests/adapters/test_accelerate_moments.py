@@ -9,9 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from holdfast.adapters.accelerate_loaders import Loaders
 from stories_kit import (
     WHOM,
     Stories,
@@ -24,6 +28,20 @@ from stories_kit import (
     same,
     stories,
 )
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Forty rows in order, from a place of its own that goes back behind the last one."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.place < 40:
+            self.place += 1
+            yield torch.tensor([self.place])
+        self.place = 0
+
 
 STORY = Path(__file__).with_name("accelerate_story.py")
 
@@ -83,6 +101,33 @@ def test_from_the_end_of_an_epoch_on_the_next_ones_are_the_undisturbed_ones(live
     facts, told = lives.killed(plan, "step:12", "--every", "5")
     assert facts["starts"] == [10], told
     same(facts, lives.undisturbed(plan))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own call
+@pytest.mark.parametrize("read", [2, 5], ids=["within an epoch", "between two"])
+def test_rows_of_a_stream_cut_for_two_ranks_go_on(read: int) -> None:
+    """Accelerate's shard hides the state of such data, whose place would stay behind what is read to find the position."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def loaders() -> tuple[Any, Loaders]:
+        stream = torch.utils.data.DataLoader(Stream(), batch_size=4)
+        shard = accelerate.data_loader.prepare_data_loader(
+            stream, num_processes=2, process_index=1, dispatch_batches=False, use_stateful_dataloader=True
+        )
+        gradients = accelerate.state.GradientState()
+        return shard, Loaders(SimpleNamespace(_dataloaders=[shard], gradient_state=gradients, step=0))
+
+    whole, saved = loaders()
+    epoch = [batch.tolist() for batch in whole]
+    assert len(epoch) == 5
+    rows = iter(whole)
+    assert [next(rows).tolist() for _ in range(read)] == epoch[:read]
+    state = saved.state_dict()
+    rows.close()
+    again, restored = loaders()
+    restored.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == (epoch[read:] or epoch)
+    assert [batch.tolist() for batch in again] == epoch
 
 
 @pytest.mark.slow

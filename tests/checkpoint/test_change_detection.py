@@ -9,11 +9,20 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.checkpoint.state import change_detection
 from holdfast.checkpoint.state.change_detection import Containers, Tensors
 from holdfast.checkpoint.state.training_state import State
 
 NUM_TENSORS = 2_000
 NUM_LOOKS = 20
+
+
+@pytest.fixture(autouse=True, params=["read", "asked"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether it is known where torch keeps its facts."""
+    if request.param == "asked":
+        monkeypatch.setattr(change_detection, "find_places", lambda: None)
+    return str(request.param)
 
 
 def of_the_same_memory(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -63,6 +72,13 @@ def test_what_is_turned_or_freed_in_place_has_changed(kind: type[torch.Tensor]) 
     tensors[0].t_()
     assert watch.unchanged()
     tensors[2].untyped_storage().resize_(0)
+    assert not watch.unchanged()
+
+
+def test_a_tensor_that_is_swapped_has_changed() -> None:
+    tensors = [torch.ones(4, 4) for _ in range(3)]
+    watch = Tensors(tensors)
+    torch.utils.swap_tensors(tensors[1], torch.ones(4, 4))
     assert not watch.unchanged()
 
 

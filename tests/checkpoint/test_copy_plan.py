@@ -15,7 +15,7 @@ from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.copy_plan import Copies, SlotView, Split, Structure
 from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS, MutationHistory, differing, digest, same_bits
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
-from holdfast.checkpoint.entries.types import Gathered
+from holdfast.checkpoint.entries.types import Gathered, LiveTensor, LiveTensors
 from holdfast.checkpoint.restore import tensor_fill
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, SaveCompletion
 from holdfast.core.model import Topology
@@ -365,6 +365,44 @@ def test_saves_deal_batches_once_and_copy_what_objects_made_anew(most: int) -> N
             for part, target in zip(view.plan.parts, view.targets, strict=True):
                 assert torch.equal(target, rows[part.name].local), f"{part.name} after {name} was made anew"
         del view, now, dealt, batch, target
+
+
+class Asked(dict[str, LiveTensor]):
+    """Counts how often one of its tensors is looked up."""
+
+    num_looks = 0
+
+    def __getitem__(self, name: str) -> LiveTensor:
+        self.num_looks += 1
+        return super().__getitem__(name)
+
+
+def test_what_lasts_is_looked_up_once_and_what_is_fresh_at_every_save() -> None:
+    state = gathered({name: torch.randn(40) for name in ("a", "b", "rng")})
+    rng = state.tensors["rng"]
+    with slot_of(1 << 20) as slot:
+        view = save_into(slot, state)
+        split = Split(tuple(range(len(view.plan.parts))), ())
+
+        def sources(view: SlotView, fresh: dict[str, LiveTensor], lasting: Asked) -> dict[str, torch.Tensor]:
+            now, _ = view.assign(LiveTensors(lasting, fresh), split)
+            return {part.name: now.sources[place] for place, part in enumerate(view.plan.parts)}
+
+        lasting = Asked({name: state.tensors[name] for name in ("a", "b")})
+        expected = {name: each.local for name, each in state.tensors.items()}
+        for number in range(3):
+            made = live("rng", torch.full((40,), float(number)))
+            found = sources(view, {"rng": made}, lasting)
+            assert all(found[name] is each for name, each in {**expected, "rng": made.local}.items())
+        assert lasting.num_looks <= 2, "they were looked up again"
+        copy = live("b", torch.zeros(40))
+        assert sources(view, {"rng": rng, "b": copy}, lasting)["b"] is copy.local, "what is fresh comes first"
+        assert sources(view, {"rng": rng}, lasting)["b"] is expected["b"]
+        other = Asked({**lasting, "a": live("a", torch.ones(40))})
+        assert sources(view, {"rng": rng}, other)["a"] is other["a"].local
+        view.forget()
+        assert sources(view, {"rng": rng}, lasting)["a"] is expected["a"]
+        del view
 
 
 def test_a_source_elsewhere_or_of_another_part_is_not_put_in() -> None:

@@ -8,6 +8,8 @@ import json
 import math
 import re
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,13 @@ def test_no_command_prints_past_it() -> None:
 def test_columns_line_up(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_table(("name", "bytes"), [("a", 1), ("long", 1000)])
     assert capsys.readouterr().out == "name  bytes\na         1\nlong   1000\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["ls", "/no/such/path", "--json"]], ids=["help", "json"])
+def test_an_answer_that_does_not_fit_on_the_disk_is_told_without_a_traceback(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "holdfast.cli.cli", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output took not all of the answer: No space left on device\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -107,13 +109,10 @@ class _Peer:
                 continue
         return found
 
-    def read_chunks_into(
-        self, _: Version, seal: Seal, first: int, view: memoryview, progress: Callable[[int], None]
-    ) -> None:
+    def read_chunks_into(self, _: Version, seal: Seal, first: int, view: memoryview) -> None:
         data = memoryview(self._bytes(seal.bundle_id))[first * CHUNK_BYTES : first * CHUNK_BYTES + len(view)]
         image_format.check_chunk(first, image_format.chunk_digest(data), seal, f"node {self._node}")
         view[:] = data
-        progress(len(view))
 
 
 @pytest.mark.parametrize("name", [f"m{LOST}-big", f"m{LOST}-small"])
@@ -128,6 +127,19 @@ def test_what_all_members_said_of_one_image_is_asked_of_one_for_the_next() -> No
     for name in (f"m{LOST}-big", f"m{LOST}-small"):
         assert members.rebuilt(name, reader) == bytes(members.images[LOST][name])
     assert members.asked == [(0, False), (2, False), (0, True)]
+
+
+def test_all_members_are_read_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    members, meet, here = Members(), threading.Barrier(SIZE - 1, timeout=60), threading.local()
+    read = _Peer.read_chunks_into
+
+    def together(peer: _Peer, *args: Any) -> None:
+        if not hasattr(here, "met"):
+            here.met = meet.wait()
+        read(peer, *args)
+
+    monkeypatch.setattr(_Peer, "read_chunks_into", together)
+    assert members.rebuilt() == bytes(members.images[LOST][f"m{LOST}-big"])
 
 
 def test_one_chunk_alone_is_made_anew() -> None:

@@ -98,12 +98,15 @@ class _Beginning:
         """Puts a stateful loader there; between two epochs the next one makes an iterator of its own, and that draws.
 
         The iterator that such a loader was made with is for its first epoch alone. Data that nobody lists may keep a place
-        beyond an epoch, and takes it from an iterator at its end; the numbers that this one draws are put back.
+        beyond an epoch, and takes it from an iterator at its end; the numbers that this one draws are put back. Data without
+        a state (Accelerate's shard for several ranks hides one) would be read as far as its last batch instead, and left there:
+        the next epoch would be empty. It begins an epoch as the script made it.
         """
         if within:
             self._loader.load_state_dict(position)
             return
-        if isinstance(self._loader.dataset, torch.utils.data.IterableDataset):
+        data = self._loader.dataset
+        if isinstance(data, torch.utils.data.IterableDataset) and hasattr(data, "load_state_dict"):
             random = ProcessRandomness().state_dict()
             self._loader.load_state_dict(position)
             self._loader.base_dataloader.state_dict()

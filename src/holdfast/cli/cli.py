@@ -19,7 +19,7 @@ from holdfast.cli import report as report_tool
 from holdfast.cli import status as status_tool
 from holdfast.cli import subcommands
 from holdfast.cli import timeline as trace_tool
-from holdfast.cli.console import errors_shown, say
+from holdfast.cli.console import errors_shown, say, whole_output
 from holdfast.cli.planning import interval_advice, loss_report
 from holdfast.cli.planning import pipeline_plan as pipeline_tool
 from holdfast.cli.planning import plan as plan_tool
@@ -405,7 +405,8 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in subcommands.PROGRAMS:
         # Their arguments are not ours to parse: a script's `--json` or `--` must arrive as it was written.
         subcommands.become(sys.argv[1], sys.argv[2:])
-    app()
+    with whole_output():
+        app()
 
 
 if __name__ == "__main__":

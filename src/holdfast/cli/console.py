@@ -1,14 +1,15 @@
 """Tells how commands speak: results on standard output, progress on standard error, errors as what, where and remedy.
 
 With `--json` standard output is one JSON document (with `--watch`: one per line), errors included, so that a program
-never has to read prose. Exit codes: 0 good, 1 a problem was found, 2 the command was used wrongly. No command shows a
-traceback for a HoldfastError.
+never has to read prose; where options are used wrongly it is empty. Exit codes: 0 good, 1 a problem was found, or standard output took
+not all of the answer, 2 the command was used wrongly. No command shows a traceback for a HoldfastError.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -105,6 +106,26 @@ def errors_shown(*, as_json: bool) -> Iterator[None]:
         else:
             say(error_text(error), file=sys.stderr)
         raise typer.Exit(USAGE if isinstance(error, UsageError) else PROBLEM) from None
+
+
+@contextmanager
+def whole_output() -> Iterator[None]:
+    """Around a program: ends it with a word and exit code 1 where standard output did not take what was printed (a full disk)."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # it is where the descriptor was closed
+                sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # who reads has seen enough
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        with open(os.devnull, "wb") as nowhere:  # else the interpreter writes what is left at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        say(f"error: standard output took not all of the answer: {error.strerror}", file=sys.stderr)
+        raise SystemExit(PROBLEM) from None
 
 
 class Progress:

@@ -10,20 +10,23 @@ one structure of the state and one size of each group's values. Called by `check
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import numpy as np
 import torch
 
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.capture.block_copies import BlockCopies
 from holdfast.checkpoint.capture.slot_record import Known, Record
-from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, torch_dtype
-from holdfast.checkpoint.state.change_detection import same_objects
+from holdfast.checkpoint.capture.spot_check import Spots
+from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, torch_dtype
 from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
 from holdfast.keeper.rpc.client import ImageSpan
@@ -200,6 +203,7 @@ class SlotView:
         sources: where each part comes from; set by `assign`.
         record: what the last complete save left in it; None while it is being written (`checkpoint.capture.unchanged_images`).
         known: what of that may be believed in the save that is being made, by bundle.
+        spots: those of its late parts, and for which parts they were worked out (`checkpoint.capture.late_copy_check`).
     """
 
     def __init__(self, slot: Slot, plan: Plan) -> None:
@@ -216,27 +220,25 @@ class SlotView:
         self.sources: list[torch.Tensor] = []
         self.record: Record | None = None
         self.known: Mapping[str, Known] = {}
+        self.spots: tuple[object, Spots | None] = (None, None)
         self._names = [part.name for part in plan.parts]
         self._sizes = array("q", [part.piece.num_bytes for part in plan.parts])
         self._divided = [index for index, part in enumerate(plan.parts) if not part.is_whole]
         self._live: list[LiveTensor] = []
+        self._lasting: Mapping[str, LiveTensor] | None = None
+        self._fresh_names: frozenset[str] = frozenset()
+        self._fresh: list[int] = []  # the parts of those names
         self._copies: tuple[Split, Copies, Copies] | None = None
 
     def assign(self, tensors: Mapping[str, LiveTensor], split: Split) -> tuple[Copies, Copies]:
         """Return what is copied now and what late. Of tensors that are the same objects as last time nothing is looked
         at.
         """
-        live = list(map(tensors.__getitem__, self._names))
-        fresh: Collection[int] = ()
-        if not self._live:
-            self.sources = [tensor.local for tensor in live]
-            for index in self._divided:
-                self.sources[index] = self.plan.parts[index].of(live[index])
-        elif not same_objects(live, self._live):
-            fresh = [i for i, (new, old) in enumerate(zip(live, self._live, strict=True)) if new is not old]
-        self._live = live
+        fresh: Collection[int] = self._look_up(LiveTensors.of(tensors))
+        if not self.sources:
+            self.sources, fresh = [tensor.local for tensor in self._live], self._divided
         for index in fresh:
-            self.sources[index] = self.plan.parts[index].of(live[index])
+            self.sources[index] = self.plan.parts[index].of(self._live[index])
         copies = self._copies
         if copies is None or copies[0] is not split or not self._replace(fresh):
             now, late = (
@@ -245,9 +247,25 @@ class SlotView:
             copies = self._copies = (split, now, late)
         return copies[1], copies[2]
 
+    def _look_up(self, tensors: LiveTensors) -> list[int]:
+        """Looks the tensor of each part up; returns the parts that had another one last time."""
+        names, live, fresh = self._names, self._live, tensors.fresh
+        if live and tensors.lasting is self._lasting and fresh.keys() == self._fresh_names:
+            changed = [index for index in self._fresh if fresh[names[index]] is not live[index]]
+            for index in changed:
+                live[index] = fresh[names[index]]
+            return changed
+        self._lasting, self._fresh_names = tensors.lasting, frozenset(fresh)
+        self._fresh = [index for index, name in enumerate(names) if name in fresh]
+        if self._fresh:
+            self._live = list(map({**tensors.lasting, **fresh}.__getitem__, names))
+        else:
+            self._live = list(map(tensors.lasting.__getitem__, names))
+        return [index for index, (new, old) in enumerate(zip(self._live, live, strict=False)) if new is not old]
+
     def forget(self) -> None:
         """Holds no tensor of the state any more, until the next `assign`."""
-        self.sources, self._live, self._copies = [], [], None
+        self.sources, self._live, self._lasting, self._copies = [], [], None, None
 
     def _replace(self, fresh: Collection[int]) -> bool:
         """Puts the new sources of these parts where the old ones stand; False if there are too many to look for."""
@@ -306,16 +324,16 @@ class Copies:
     num_bytes: int = 0
     device_parts: list[int] = field(default_factory=list)
     blocks: dict[torch.device, BlockCopies] = field(default_factory=dict)
-    _sizes: list[int] = field(default_factory=list)
+    _sizes: Sequence[int] = ()
     _smallest: list[int] | None = None
-    _places: dict[int, int] = field(default_factory=dict)
+    _parts: Sequence[int] = ()
     _dealt: dict[int, _Dealt] = field(default_factory=dict)
 
     def replace(self, part: int, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Puts `source` beside the `target` of a part, if that is one of these and its source stays where it was."""
         on_host = source.device.type == "cpu"
         targets, sources = (self.targets, self.sources) if on_host else (self.device_targets, self.device_sources)
-        place = self._places.get(part, len(targets))
+        place = bisect_left(self._parts if on_host else self.device_parts, part)  # they are in order
         if place >= len(targets) or targets[place] is not target:
             return False
         sources[place] = source
@@ -339,25 +357,26 @@ class Copies:
     @classmethod
     def of(
         cls,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
         chosen: Sequence[int],
         sizes: Sequence[int] | None = None,
     ) -> Copies:
-        """The chosen ones; `sizes` are the bytes of all targets, where they are known."""
-        on_host = list(chosen)
-        if not all(map(_on_host, map(sources.__getitem__, chosen))):
-            on_host = [index for index in chosen if sources[index].is_cpu]
+        """The chosen ones, in order; `sizes` are the bytes of all targets, where they are known.
+
+        Where all are chosen the lists themselves serve: who puts another source in puts it into both.
+        """
+        if len(chosen) == len(targets) and sizes is not None and all(map(_on_host, sources)):
+            return cls(targets, sources, num_bytes=sum(sizes), _parts=chosen, _sizes=sizes)
+        on_host = [index for index in chosen if sources[index].is_cpu]
         copies = cls([targets[index] for index in on_host], [sources[index] for index in on_host])
         copies._sizes = [targets[index].nbytes if sizes is None else sizes[index] for index in on_host]
-        copies._places = dict(zip(on_host, range(len(on_host)), strict=True))
+        copies._parts = on_host
         copies.num_bytes = sum(copies._sizes)
-        for index in chosen if len(on_host) < len(chosen) else ():
-            if index not in copies._places:
-                copies._places[index] = len(copies.device_targets)
-                copies.device_parts.append(index)
-                copies.device_targets.append(targets[index])
-                copies.device_sources.append(sources[index])
+        if len(on_host) < len(chosen):
+            copies.device_parts = sorted(set(chosen).difference(on_host))
+            copies.device_targets = [targets[index] for index in copies.device_parts]
+            copies.device_sources = [sources[index] for index in copies.device_parts]
         return copies
 
 
@@ -371,8 +390,8 @@ class _Dealt:
     """
 
     batches: list[Batch]
-    numbers: array[int]
-    places: array[int]
+    numbers: Sequence[int]
+    places: Sequence[int]
 
     def replace(self, index: int, source: torch.Tensor) -> bool:
         """Puts in another source; False if the target was cut, so that all have to be dealt anew."""
@@ -443,19 +462,20 @@ def _deal_whole(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], most: int, sizes: Sequence[int]
 ) -> _Dealt:
     """The same where nothing has to be cut: ten thousand tensors by their sizes alone."""
-    numbers, places = array("q"), array("q")
-    result: list[Batch] = []
-    begin = held = 0
-    for index, size in enumerate(sizes):
-        if held and held + size > most:
-            result.append(Batch(list(targets[begin:index]), list(sources[begin:index]), held))
-            begin, held = index, 0
-        held += size
-        numbers.append(len(result))
-        places.append(index - begin)
-    if sizes:
-        result.append(Batch(list(targets[begin:]), list(sources[begin:]), held))
-    return _Dealt(result, numbers, places)
+    ends = np.cumsum(np.array(sizes, np.int64))
+    firsts, begin, held = [0], 0, 0
+    while begin < len(sizes):
+        begin = int(np.searchsorted(ends, held + most, side="right"))
+        held = int(ends[begin - 1])
+        firsts.append(begin)
+    result = [
+        Batch(list(targets[begin:end]), list(sources[begin:end]), sum(sizes[begin:end]))
+        for begin, end in itertools.pairwise(firsts)
+    ]
+    lengths = np.diff(firsts)
+    numbers = np.repeat(np.arange(len(result)), lengths)
+    places = np.arange(len(sizes)) - np.repeat(np.array(firsts[:-1], np.int64), lengths)
+    return _Dealt(result, numbers.tolist(), places.tolist())
 
 
 def as_in_memory(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import operator
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast.checkpoint.capture.copy_plan import SlotView, Structure, rows_of
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, named, same_bits
 from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, has_spots
+from holdfast.checkpoint.entries.tensor_words import Writes
 from holdfast.checkpoint.entries.types import LiveTensor
 from holdfast.core.model import Piece
 
@@ -60,7 +62,7 @@ class CopyCheck:
     _parts: _Parts
     turn: int
     _spots: tuple[Any, ...]
-    _writes: list[int]
+    _writes: npt.NDArray[Any]
     _stretches: tuple[_Stretch, ...]
 
     def torn(self, view: SlotView) -> set[str]:
@@ -91,10 +93,7 @@ class CopyCheck:
         return {parts.names[number] for number in changed}
 
     def _written(self) -> set[int]:
-        now = self._parts.writes()
-        if now == self._writes:
-            return set()
-        return {number for number, (then, count) in enumerate(zip(self._writes, now, strict=True)) if then != count}
+        return set(np.flatnonzero(self._parts.counts.read() != self._writes).tolist())
 
 
 class WriteCounts:
@@ -144,7 +143,7 @@ class _Parts:
         self.indices = [index for index, _, _ in sources]
         self.names = [name for _, name, _ in sources]
         self.spots = Spots([source for _, _, source in sources], self.names)
-        self._counted = [tensors[name].local for name in self.names]
+        self.counts = Writes([tensors[name].local for name in self.names])
         num_bytes = sum(source.nbytes for _, _, source in sources)
         self._most = int(min(max(num_bytes * STRETCH_SHARE, MIN_STRETCH_BYTES), MAX_STRETCH_BYTES))
         self._stretches = [
@@ -156,25 +155,19 @@ class _Parts:
         self._kept = torch.empty(
             self._most + 64 * MAX_STRETCH_TENSORS, dtype=torch.uint8, device="cpu"
         )  # faulted in once
-        # Weak: a slot is unmapped as soon as its view is gone, and these tensors lie in it.
-        self._copies: weakref.WeakKeyDictionary[SlotView, Spots] = weakref.WeakKeyDictionary()
 
     def spots_in(self, view: SlotView) -> Spots:
         """The same spots in a slot; worked out once per slot."""
-        spots = self._copies.get(view)
-        if spots is None:
-            spots = self._copies[view] = Spots(
-                [view.targets[index] for index in self.indices], self.names, copied=self.spots
-            )
+        owner, spots = view.spots
+        if owner is not self or spots is None:
+            targets = [view.targets[index] for index in self.indices]
+            spots = Spots(targets, self.names, copied=self.spots)
+            view.spots = self, spots
         return spots
-
-    def writes(self) -> list[int]:
-        """The counts of writes that torch keeps of each entry; they do not see every write."""
-        return list(map(_WRITES, self._counted))
 
     def look(self, turn: int) -> CopyCheck:
         """Return what they are now. The state was gathered for this save, so their memory is where it was."""
-        return CopyCheck(self, turn, self.spots.read_where_they_were(turn), self.writes(), tuple(self._take()))
+        return CopyCheck(self, turn, self.spots.read_where_they_were(turn), self.counts.read(), tuple(self._take()))
 
     def _take(self) -> list[_Stretch]:
         """The next stretch of memory, copied."""

@@ -14,9 +14,7 @@ have no spots here.
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +23,7 @@ import torch
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.entries.sharding import span_bytes
+from holdfast.checkpoint.entries.tensor_words import Addresses, foreign
 
 # Elements that are read of each tensor: the first, the last, and others in turn; one of the others more for so many bytes.
 SPOTS = 3
@@ -65,13 +64,6 @@ def has_spots(tensor: torch.Tensor) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """An array interface (numpy's protocol, version 3) of memory that belongs to others."""
-
-    __array_interface__: dict[str, Any]
-
-
 class _Group:
     """Tensors of one element size: their numbers, and the memory from the first of their elements to the last.
 
@@ -107,10 +99,7 @@ class _Group:
         ends = [tensor.data_ptr() + span_bytes(tensor) for tensor in tensors]
         first = int(starts.min())
         self._starts = (starts - first) // size
-        words = np.dtype(_WORDS[size])
-        shape = ((max(ends) - first) // size,)
-        interface = {"data": (first, True), "shape": shape, "typestr": words.str, "version": 3}
-        self._memory = np.asarray(_Memory(interface))
+        self._memory = foreign(first, max(ends), _WORDS[size])
         self.elements = elements
         self._places: dict[int, npt.NDArray[np.int64]] = {}
 
@@ -152,7 +141,8 @@ class Spots:
         self.num_tensors = len(tensors)
         self._tensors = tuple(tensors)  # kept alive: they are read by their addresses
         self._names = tuple(names)
-        self._addresses = self._where()
+        self._where = Addresses(tensors if copied is None else ())  # nobody moves copies
+        self._addresses = self._where.read()
         by_size: dict[int, list[int]] = {}
         for number, tensor in enumerate(tensors):
             by_size.setdefault(tensor.element_size(), []).append(number)
@@ -184,13 +174,7 @@ class Spots:
 
     def moved(self) -> list[int]:
         """Returns the numbers of the tensors whose memory is not where it was."""
-        now = self._where()
-        if now == self._addresses:
-            return []
-        return [number for number, pair in enumerate(zip(now, self._addresses, strict=True)) if pair[0] != pair[1]]
-
-    def _where(self) -> array[int]:
-        return array("Q", map(torch.Tensor.data_ptr, self._tensors))
+        return np.flatnonzero(self._where.read() != self._addresses).tolist()
 
     def differing(self, left: Sequence[npt.NDArray[Any]], right: Sequence[npt.NDArray[Any]]) -> list[int]:
         """Returns the numbers of the tensors of which two readings of one turn differ."""

@@ -117,14 +117,14 @@ class UnchangedImages:
         if self._key is not None and self._key[0] is plan and self._key[1] is split:
             return
         self._key, self._splits = (plan, split), {}
-        now = set(split.now)
+        still = [image for image in plan.images if kind_of(image.ref.bundle_id) and image.plan.values_span is None]
+        now = set(split.now) if still else set()
         found = []
-        for image in plan.images:
-            if kind_of(image.ref.bundle_id) and image.plan.values_span is None:
-                end = image.start + image.plan.length
-                parts = tuple(i for i, part in enumerate(plan.parts) if image.start <= part.start < end)
-                if parts and now.issuperset(parts):
-                    found.append(_Candidate(image, parts))
+        for image in still:
+            end = image.start + image.plan.length
+            parts = tuple(i for i, part in enumerate(plan.parts) if image.start <= part.start < end)
+            if parts and now.issuperset(parts):
+                found.append(_Candidate(image, parts))
         self._candidates = tuple(found)
 
     def _without(self, split: Split, kept: frozenset[str], same: Sequence[_Candidate]) -> Split:

@@ -6,7 +6,7 @@ optimizer, a slot or a file. Names of dtypes are those of safetensors headers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -66,6 +66,47 @@ class LiveTensor:
     local: torch.Tensor
     late: bool
     still: bool = False
+
+
+class LiveTensors(Mapping):  # type: ignore[type-arg]
+    """The tensors of a state by entry name, in two parts, so that a save of thousands need not copy a dict of them.
+
+    Attributes:
+        lasting: those that stay from save to save. The same object: none of them is another one.
+        fresh: those that were made for this look; one of a name that lasts stands in for that.
+    """
+
+    def __init__(self, lasting: Mapping[str, LiveTensor], fresh: Mapping[str, LiveTensor]) -> None:
+        self.lasting, self.fresh = lasting, fresh
+        self._all: dict[str, LiveTensor] | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, LiveTensor]) -> LiveTensors:
+        """Returns the same; of another mapping it is not known what lasts."""
+        return tensors if isinstance(tensors, LiveTensors) else cls({}, tensors)
+
+    def __getitem__(self, name: str) -> LiveTensor:
+        return self.fresh[name] if name in self.fresh else self.lasting[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._joined())
+
+    def __len__(self) -> int:
+        return len(self._joined())
+
+    def keys(self) -> KeysView[str]:
+        return self._joined().keys()
+
+    def values(self) -> ValuesView[LiveTensor]:
+        return self._joined().values()
+
+    def items(self) -> ItemsView[str, LiveTensor]:
+        return self._joined().items()
+
+    def _joined(self) -> dict[str, LiveTensor]:
+        if self._all is None:
+            self._all = {**self.lasting, **self.fresh}
+        return self._all
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from holdfast.checkpoint.capture.twin_comparison import Shared
 from holdfast.checkpoint.capture.unchanged_images import Look, UnchangedImages, stands
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
-from holdfast.checkpoint.entries.types import Gathered
+from holdfast.checkpoint.entries.types import Gathered, LiveTensors
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.job.slot_reservation import Reservation, comes_after_restore
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -183,6 +183,8 @@ class Saver:
             put_off = comes_after_restore()
             self._ask_for_slots(client, plan, plan.num_bytes + SPARE_BYTES, gathered, put_off=put_off)
             self._register(client, self._structure)
+            if self._structure.fits(gathered):  # what is planned is what is there: the first save need not compare it
+                self._structure_key = gathered.structure
         else:
             self._register(client, self._structure)
             self._link.hand_over(client)  # the keeper may have died between the last save and now
@@ -390,7 +392,7 @@ class Saver:
         structure = self._structure_of(gathered, client)
         spots = self._shared.words(handle.version.step)
         if not may_be_late(within_step=bool(within)):  # all is copied before the step goes on
-            everything = Split(tuple(range(len(structure.pieces))), ())
+            everything = Split(_all(structure), ())
             taken = _Taken(handle, client, gathered, structure, everything, None, spots, steps, durable)
             self._copy(taken, self._open(taken, self._grow), watch=False)
             return
@@ -473,11 +475,10 @@ class Saver:
             self._aside_key, self._aside = key, self._small(gathered)
         if self._aside is None:
             return None
-        tensors = dict(gathered.tensors)
-        for name in self._aside:
-            live = tensors[name]
-            tensors[name] = replace(live, local=live.local.detach().clone())
-        return replace(gathered, tensors=tensors)
+        tensors = LiveTensors.of(gathered.tensors)
+        rest = ((name, tensors[name]) for name in self._aside)
+        copies = {name: replace(live, local=live.local.detach().clone()) for name, live in rest}
+        return replace(gathered, tensors=LiveTensors(tensors.lasting, {**tensors.fresh, **copies}))
 
     def _small(self, gathered: Gathered) -> tuple[str, ...] | None:
         """Names of what is copied in the call, if it is small and nothing has to be compared."""
@@ -626,9 +627,9 @@ class Saver:
             if self._config.verify_capture:
                 # What cannot be digested where it lies is copied at once, and so cannot go wrong.
                 late = {name for name in late if can_digest(gathered.tensors[name].local)}
-            names = [name for name, _ in structure.pieces]
+            names = [name for name, _ in structure.pieces] if late or watched else []
             self._split = Split(
-                tuple(i for i, name in enumerate(names) if name not in late) if late else tuple(range(len(names))),
+                tuple(i for i, name in enumerate(names) if name not in late) if late else _all(structure),
                 tuple(i for i, name in enumerate(names) if name in late) if late else (),
             )
             self._watched = tuple(i for i, name in enumerate(names) if name in watched) if watched else ()
@@ -699,6 +700,10 @@ class Saver:
                 client.abandon(handle.version, reason)
         except KeeperLost:
             self._link.unannounced.add(handle.version)
+
+
+def _all(structure: Structure) -> tuple[int, ...]:
+    return tuple(range(len(structure.pieces)))
 
 
 def _device_in(gathered: Gathered) -> torch.device | None:

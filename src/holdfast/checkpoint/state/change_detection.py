@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.checkpoint.entries.tensor_words import TensorFacts, find_places
+
 # Values of these kinds are read anew at every save; that they change is not a change of structure.
 SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
-# Of a tensor, beside its address; each is asked of all tensors in one go, and by calls that every device has.
+# Of a tensor that cannot be read in one go with others (`checkpoint.entries.tensor_words`), beside its address; by calls that every
+# device has.
 _FACTS: tuple[Callable[[torch.Tensor], object], ...] = (attrgetter("shape"), torch.Tensor.stride, attrgetter("dtype"))
 
 
@@ -32,12 +35,15 @@ class Containers:
     def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
         self._dicts = list(dicts)
         self._keys = list(chain.from_iterable(self._dicts))
+        # Of strings equal ones are the same key; compared so, a list costs a fifth.
+        self._named = all(type(key) is str for key in self._keys)
         self._values = self._all_values()
         self._objects = _no_scalars(self._values)
 
     def unchanged(self) -> bool:
         """Return whether every key and every object is the very same."""
-        if not same_objects(list(chain.from_iterable(self._dicts)), self._keys):
+        keys = list(chain.from_iterable(self._dicts))
+        if not (keys == self._keys if self._named else same_objects(keys, self._keys)):
             return False
         values = self._all_values()
         return same_objects(values, self._values) or same_objects(_no_scalars(values), self._objects)
@@ -58,25 +64,47 @@ class Tensors:
         self._plain = [t for t in tensors if not isinstance(t, DTensor)]
         self._sharded = [t for t in tensors if isinstance(t, DTensor)]
         self._placements = [(t.device_mesh, t.placements, t.shape) for t in self._sharded]
+        self._plain_facts = TensorFacts(self._plain, find_places())
+        self._others = _Asked([self._plain[number] for number in self._plain_facts.others])
         seen = self._local()
-        self._addresses = array("Q", map(torch.Tensor.data_ptr, seen))
-        self._facts = [list(map(getter, seen)) for getter in _FACTS]
+        self._identities = array("Q", map(id, seen))
+        self._local_facts = TensorFacts(seen, find_places())
+        self._locals = _Asked(seen)
 
     def unchanged(self) -> bool:
         """Return whether every tensor is where and what it was."""
+        if not self._plain_facts.unchanged():
+            return False
+        others = [self._plain[number] for number in self._plain_facts.others]
+        return self._others.unchanged(others) and (not self._sharded or self._are_shards_unchanged())
+
+    def _are_shards_unchanged(self) -> bool:
         now = self._local()
-        return (
-            array("Q", map(torch.Tensor.data_ptr, now)) == self._addresses
-            and all(all(map(eq, map(getter, now), seen)) for getter, seen in zip(_FACTS, self._facts, strict=True))
-            and all(
-                t._spec.mesh is mesh and t._spec.placements == placements and t.shape == shape
-                for t, (mesh, placements, shape) in zip(self._sharded, self._placements, strict=True)
-            )
+        is_read = not self._local_facts.others and array("Q", map(id, now)) == self._identities
+        if not (is_read and self._local_facts.unchanged()) and not self._locals.unchanged(now):
+            return False
+        return all(
+            t._spec.mesh is mesh and t._spec.placements == placements and t.shape == shape
+            for t, (mesh, placements, shape) in zip(self._sharded, self._placements, strict=True)
         )
 
     def _local(self) -> list[torch.Tensor]:
         # FSDP2 and torch write into the local tensor in place; `_local_tensor` costs a tenth of `to_local()`.
-        return [*self._plain, *(t._local_tensor for t in self._sharded)]
+        return [t._local_tensor for t in self._sharded]
+
+
+class _Asked:
+    """Facts of tensors that are asked one by one."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._addresses = array("Q", map(torch.Tensor.data_ptr, tensors))
+        self._facts = [list(map(getter, tensors)) for getter in _FACTS]
+
+    def unchanged(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether the same number of tensors has the same facts."""
+        return array("Q", map(torch.Tensor.data_ptr, tensors)) == self._addresses and all(
+            all(map(eq, map(getter, tensors), seen)) for getter, seen in zip(_FACTS, self._facts, strict=True)
+        )
 
 
 def _no_scalars(values: Iterable[Any]) -> list[Any]:

@@ -42,7 +42,7 @@ from holdfast.checkpoint.entries.entries import (
 )
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
 from holdfast.checkpoint.entries.sharding import Layouts, as_patterns
-from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
+from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, LoadRecord, SavedTensor
 from holdfast.checkpoint.state import dataloader
 from holdfast.checkpoint.state.change_detection import Tensors
 from holdfast.checkpoint.state.loop_values import CarriedPart
@@ -111,6 +111,7 @@ class State:
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
         self._overlooked = UnsavedStateCheck(self._in_no_version)
+        self._owned: dict[str, torch.Tensor] = {}
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
         self.overwritten: set[str] = set()
@@ -170,9 +171,9 @@ class State:
         for part in self._parts:
             part.report(transient)
         self._add_orders(transient)
-        tensors = {**self._persistent.tensors, **transient.tensors}
-        if len(tensors) != len(self._persistent.tensors) + len(transient.tensors):
-            raise twice(next(iter(self._persistent.tensors.keys() & transient.tensors.keys())))
+        tensors = LiveTensors(self._persistent.tensors, transient.tensors)
+        if both := [name for name in transient.tensors if name in self._persistent.tensors]:
+            raise twice(both[0])
         described = (
             self._storages,
             [(live.shard, live.local.device) for live in transient.tensors.values()],
@@ -182,7 +183,7 @@ class State:
             self._note_structure(tensors, transient)
             self._described = described
         if self._layouts.allocated:
-            self._overlooked.look(live.local for live in self._persistent.tensors.values() if live.late)
+            self._overlooked.look(self._owned.values())
         return Gathered(tensors, transient.values, self._structure, self._storages)
 
     @torch.no_grad()
@@ -199,9 +200,8 @@ class State:
         for part in self._parts:
             part.report(transient)
         self._add_orders(transient)
-        return Gathered(
-            {**self._persistent.tensors, **transient.tensors}, transient.values, self._structure, self._storages
-        )
+        tensors = LiveTensors(self._persistent.tensors, transient.tensors)
+        return Gathered(tensors, transient.values, self._structure, self._storages)
 
     def storages(self) -> int:
         """Returns `Gathered.storages`, looked at again when an optimizer's state has grown; for every step."""
@@ -209,9 +209,9 @@ class State:
             self.glance()
         return self._storages
 
-    def owned(self) -> dict[str, torch.Tensor]:
-        """Returns what optimizers own by entry name, as of the last look."""
-        return {name: live.local for name, live in self._persistent.tensors.items() if live.late}
+    def owned(self) -> Mapping[str, torch.Tensor]:
+        """Returns what optimizers own by entry name, as of the last look; not to be changed."""
+        return self._owned
 
     def _sizes(self) -> list[int]:
         return [len(optimizer.state) for optimizer in self.optimizers]
@@ -403,6 +403,7 @@ class State:
         for part in self._parts:
             part.build(self._persistent)
         self._watch = Tensors(self._persistent.sources if self._layouts.allocated else ())
+        self._owned = {name: live.local for name, live in self._persistent.tensors.items() if live.late}
         self._storages += 1
 
     def _note_structure(self, tensors: Mapping[str, LiveTensor], transient: Collector) -> None:

@@ -9,11 +9,15 @@ Used by `checkpoint.survivors.survivor_state`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, has_spots
+from holdfast.checkpoint.entries.tensor_words import Writes
 from holdfast.checkpoint.state.training_state import State
 
 
@@ -27,9 +31,9 @@ class UnchangedStateCheck:
     def __init__(self, state: State) -> None:
         self._state = state
         self._storages = -1
-        self.owned: dict[str, torch.Tensor] = {}
-        self._spots = Spots((), ())
-        self._seen: tuple[list[int], tuple[Any, ...]] | None = None
+        self.owned: Mapping[str, torch.Tensor] = {}
+        self._spots, self._counts = Spots((), ()), Writes(())
+        self._seen: tuple[npt.NDArray[Any], tuple[Any, ...]] | None = None
         self._turn = 0
 
     def note(self, turn: int) -> None:
@@ -43,6 +47,7 @@ class UnchangedStateCheck:
             self._storages, self.owned = storages, self._state.owned()
             seen = {name: tensor for name, tensor in self.owned.items() if has_spots(tensor)}
             self._spots = Spots(list(seen.values()), list(seen))
+            self._counts = Writes(list(self.owned.values()))
         self._turn = turn
         try:
             self._seen = self._look()
@@ -60,7 +65,7 @@ class UnchangedStateCheck:
             writes, spots = self._look()
         except MemoryMoved as error:
             return error.what
-        if writes != self._seen[0] or self._spots.differing(spots, self._seen[1]):
+        if not np.array_equal(writes, self._seen[0]) or self._spots.differing(spots, self._seen[1]):
             return "parameters or optimizer state were written outside of an optimizer step"
         return ""
 
@@ -71,7 +76,8 @@ class UnchangedStateCheck:
 
     def forget(self) -> None:
         """Lets go of the tensors."""
-        self._seen, self._storages, self.owned, self._spots = None, -1, {}, Spots((), ())
+        self._seen, self._storages, self.owned = None, -1, {}
+        self._spots, self._counts = Spots((), ()), Writes(())
 
-    def _look(self) -> tuple[list[int], tuple[Any, ...]]:
-        return [tensor._version for tensor in self.owned.values()], self._spots.read(self._turn)
+    def _look(self) -> tuple[npt.NDArray[Any], tuple[Any, ...]]:
+        return self._counts.read(), self._spots.read(self._turn)

@@ -1,12 +1,14 @@
 """Makes chunks of a bundle anew from parity: those of the piece that it is in, and of every other member of the group.
 
-All that is read is proved by its own seal, and every chunk that comes out by the seal of the lost image, which
+All members are read at the same time, by a thread each. All that is read is proved by its own seal, and every chunk that comes out by the seal of the lost image, which
 the members of the group know. Members that do not say the same of the group are refused: their parity is of other bytes.
-Used by `keeper.fetch.fetch_sources` and `keeper.fetch.fetch_chunks`; one thread uses one of these.
+Used by `keeper.fetch.fetch_sources` and `keeper.fetch.fetch_chunks`; one thread uses one of these, and has others help it.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from holdfast.base.errors import CorruptError, HoldfastError
@@ -15,9 +17,10 @@ from holdfast.core.layout.parity_stripes import Chunk, Piece, Row, Striping, pie
 from holdfast.core.model import Seal, Version
 from holdfast.core.recovery.version_choice import Fetch
 from holdfast.keeper.replication.image_transfer import PeerReader, require
+from holdfast.keeper.replication.xor_sources import Parts, xor_sources
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
-from holdfast.tiers.memory.xor import xor_into
+from holdfast.tiers.memory.xor import clear
 
 
 class ParityReader:
@@ -46,14 +49,7 @@ class ParityReader:
         bundle_id = fetch.ref.bundle_id
         try:
             piece, seal = self._known(version, fetch)
-            lost, striping = fetch.parity.index(-1), self._striping(piece)
-            for at in range(0, len(view), CHUNK_BYTES):
-                index = first + at // CHUNK_BYTES
-                chunk = view[at : min(at + CHUNK_BYTES, len(view))]
-                keeper, row = striping.row_of(lost, bundle_id, index)
-                self._rebuild(version, fetch, (lost, keeper, row), piece, chunk)
-                image_format.check_chunk(index, image_format.chunk_digest(chunk), seal, f"parity of {version}")
-                progress(len(chunk))
+            self._rebuild(version, fetch, piece, seal, first, view, progress)
         except HoldfastError as error:
             raise type(error)(
                 f"parity, bundle {bundle_id}: {error.what}", where=error.where, remedy=error.remedy
@@ -118,51 +114,76 @@ class ParityReader:
         return piece, seal
 
     def _rebuild(
-        self, version: Version, fetch: Fetch, at: tuple[int, int, Row], piece: Piece, view: memoryview
-    ) -> None:
-        """Fills `view` with a lost chunk: its row of parity, and the other chunks of the row taken out again."""
-        lost, keeper, row = at
-        view[:] = self._row(version, fetch, keeper, piece, row, len(view))
-        for member, chunk in row.chunks.items():
-            if member == lost:
+        self, version: Version, fetch: Fetch, piece: Piece, seal: Seal, first: int, view: memoryview,
+        progress: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """Fills `view` with lost chunks: each is its row of parity and the other chunks of the row, XORed."""
+        lost, striping = fetch.parity.index(-1), self._striping(piece)
+        wanted: defaultdict[int, list[tuple[int, int, Row | Chunk]]] = defaultdict(list)  # by member: place, length
+        missing: Counter[int] = Counter()
+        told = threading.Lock()
+        for at in range(0, len(view), CHUNK_BYTES):
+            length = min(CHUNK_BYTES, len(view) - at)
+            keeper, row = striping.row_of(lost, fetch.ref.bundle_id, first + at // CHUNK_BYTES)
+            wanted[keeper].append((at, length, row))
+            for member, chunk in row.chunks.items():
+                if member != lost:
+                    wanted[member].append((at, length, chunk))
+            missing[at] = len(row.chunks)
+
+        def came(at: int) -> None:
+            missing[at] -= 1
+            if missing[at]:
+                return
+            chunk = view[at : at + CHUNK_BYTES]
+            digest = image_format.chunk_digest(chunk)
+            image_format.check_chunk(first + at // CHUNK_BYTES, digest, seal, f"parity of {version}")
+            with told:
+                progress(len(chunk))
+
+        clear(view)
+        members = [self._parts(version, fetch.parity[member], member, piece, parts) for member, parts in wanted.items()]
+        xor_sources(view, members, len(members), came)
+
+    def _parts(
+        self, version: Version, node: int, member: int, piece: Piece, wanted: list[tuple[int, int, Row | Chunk]]
+    ) -> Parts:
+        """Reads what one member has of the rows: chunks of its own images, and rows of its piece."""
+        sealed = {seal.bundle_id: seal for seal in piece.covers[member]}
+        name = piece_name(member, piece.digest)
+        scratch = memoryview(bytearray(CHUNK_BYTES))
+        for at, length, part in wanted:
+            if isinstance(part, Row):
+                yield at, self._row(version, node, name, part.offset, scratch[:length])
                 continue
-            node = fetch.parity[member]
-            seal = self._seal(node, version, chunk.bundle_id)
-            expected = next(s for s in piece.covers[member] if s.bundle_id == chunk.bundle_id)
-            if seal.digest != expected.digest:
+            seal = self._seal(node, version, part.bundle_id)
+            if seal.digest != sealed[part.bundle_id].digest:
                 raise CorruptError("the parity was made of other bytes than are there", where=f"node {node}")
-            xor_into(view, self._chunk(node, version, seal, chunk)[: len(view)])
+            yield at, self._chunk(node, version, seal, part.index, scratch[: part.length])[:length]
 
-    def _chunk(self, node: int, version: Version, seal: Seal, chunk: Chunk) -> memoryview:
-        found = memoryview(bytearray(chunk.length))
-        self._peer(node).read_chunks_into(version, seal, chunk.index, found, _unheard)
-        return found
+    def _chunk(self, node: int, version: Version, seal: Seal, index: int, view: memoryview) -> memoryview:
+        self._peer(node).read_chunks_into(version, seal, index, view)
+        return view
 
-    def _row(self, version: Version, fetch: Fetch, keeper: int, piece: Piece, row: Row, length: int) -> bytes:
-        """Bytes of a row of a member's piece: proved in chunks of the piece, of which it may touch two."""
-        node = fetch.parity[keeper]
-        name = Piece(version, keeper, piece.covers).name
+    def _row(self, version: Version, node: int, name: str, begin: int, view: memoryview) -> memoryview:
+        """Fills `view` with bytes of a member's piece: proved in chunks of the piece, of which they may touch two."""
         seal = self._seal(node, version, name)
-        end = row.offset + length
+        end = begin + len(view)
         if end > seal.length:
             raise CorruptError("the piece of parity is too short", where=f"node {node}")
-        found = bytearray()
-        for index in range(row.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            begin = index * CHUNK_BYTES
+        for index in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            start = index * CHUNK_BYTES
             last = self._last.get(name)
             if last is None or last[0] != index:
-                size = min(CHUNK_BYTES, seal.length - begin)
-                last = index, self._chunk(node, version, seal, Chunk(name, index, size))
+                size = min(CHUNK_BYTES, seal.length - start)
+                last = index, self._chunk(node, version, seal, index, memoryview(bytearray(size)))
                 self._last[name] = last
-            found += last[1][max(0, row.offset - begin) : end - begin]
-        return bytes(found)
+            low, high = max(begin, start), min(end, start + CHUNK_BYTES)
+            view[low - begin : high - begin] = last[1][low - start : high - start]
+        return view
 
     def _seal(self, node: int, version: Version, name: str) -> Seal:
         key = node, version, name
         if key not in self._seals:
             self._seals[key] = require(self._peer(node).seals(version, (name,)), name, f"node {node}")
         return self._seals[key]
-
-
-def _unheard(_: int) -> None:
-    """The progress that counts is that of what comes out."""

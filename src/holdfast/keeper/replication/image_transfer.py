@@ -100,7 +100,12 @@ class PeerReader:
             raise CorruptError(f"image {seal.bundle_id} differs from its seal", where=where)
 
     def read_chunks_into(
-        self, version: Version, seal: Seal, first: int, view: memoryview, progress: Callable[[int], None]
+        self,
+        version: Version,
+        seal: Seal,
+        first: int,
+        view: memoryview,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Fills `view` with as many chunks, beginning with number `first`, and proves each; as `read_into` else.
 

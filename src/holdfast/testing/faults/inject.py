@@ -61,7 +61,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "seal": (Sealer, "_seal"),
     "send": (PeerRequests, "pull"),
     "receive": (Replicator, "_pull_rank"),
-    "parity": (ParityBuilder, "_add"),
+    "parity": (ParityBuilder, "_parts"),
     "persist": (StoredBundles, "write"),
     "part": (Storage, "write_part"),
     "commit": (Storage, "commit"),
