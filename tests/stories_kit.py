@@ -12,17 +12,19 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from doors_kit import SOURCE, launching
-from holdfast.testing.contracts.adapter import Workshop
+from holdfast.testing.contracts.adapter_processes import keepers_under
 
 ALL = -1  # ranks
+KEEPER_END_S = 60.0  # generous: it writes what storage lacks, on a machine with other work
 
 
 def drawn(matrix: Mapping[str, str], number: int) -> list[Any]:
@@ -195,19 +197,27 @@ class Stories:
 
 @contextmanager
 def stories(script: Path, place: Path) -> Iterator[Stories]:
-    """Stories of a script, whose keepers end with this.
+    """Stories of a script. Behind the last one every keeper has to end by itself.
 
     One thread each: with more, which Accelerate sets where OMP_NUM_THREADS is not, the first step of a process may differ at
     rounding size, of a cause that is not known.
     """
-    with Workshop(place):
-        single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment = {**os.environ, **SOURCE, **single, "HOLDFAST_RUNTIME_DIR": str(place / "runtime")}
-        command = [sys.executable, "-W", "ignore", str(script), "--serve"]
-        with subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as server:
-            yield Stories(script, place, server, environment)
+    single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    environment = {**os.environ, **SOURCE, **single, "HOLDFAST_RUNTIME_DIR": str(place / "runtime")}
+    command = [sys.executable, "-W", "ignore", str(script), "--serve"]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        yield Stories(script, place, server, environment)
+    _require_end_of_keepers(place)
+
+
+def _require_end_of_keepers(place: Path) -> None:
+    """A keeper that waits for a rank that said goodbye is told with what it wrote, and ended."""
+    _, left = psutil.wait_procs(keepers_under(place), timeout=KEEPER_END_S)
+    told = [file.read_text(errors="replace")[-4000:] for file in place.glob("runtime/*/*/keeper.log")]
+    for keeper in left:
+        with suppress(psutil.NoSuchProcess):
+            keeper.kill()
+    assert not left, "\n".join(told)
 
 
 def both_stop_behind_one_step(lives: Stories, plan: str, moment: str, step: int, of: int, *, more: str = "") -> None:
