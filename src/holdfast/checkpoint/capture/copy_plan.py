@@ -95,7 +95,7 @@ class PlacedImage:
 
 
 class Sources:
-    """Where the parts of a plan come from: found once for all slots, and again only for what objects make anew.
+    """Knows where the parts of a plan come from: found once for all slots, and again only for what objects make anew.
 
     Attributes:
         tensors: the rows of a live tensor for each part, in order.
