@@ -54,6 +54,7 @@ MORE = {
     "swa": "begin:7 epoch:12 begin:14 begin:26 epoch:36 begin:40 end:48",
     "groups": "begin:7 epoch:12 begin:13 begin:20 begin:30 end:36",
     "own order": "begin:4 val:5 begin:7 epoch:12 begin:14 begin:30",
+    "cuts": "begin:4 epoch:7 begin:7 begin:11 val:15 begin:21 end:26",
     "finds": "begin:4 val:10 begin:14 end:24",
 }
 ANYWHERE = {plan: moments for plan, moments in MATRIX.items() if plan != "endless"}

@@ -43,6 +43,7 @@ class Place:
         self._generators: list[torch.Tensor] = []
         self._loaders: list[Any] = []
         self._within = False
+        self._stepped = 0  # what the log counts steps by
         self._trained = Trained(trainer.lightning_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,6 +67,7 @@ class Place:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The loops are there; their data follows when it exists."""
         self._fit.load_state_dict(state["loops"])
+        self._stepped = self._fit.epoch_loop._batches_that_stepped
         self._trained.load_state_dict(state.get("trained") or {"changed": []})
         # Of loops that ran before in this process, to find a learning rate: the data begins anew, and so do sums.
         self._fit._combined_loader = None
@@ -119,6 +121,8 @@ class Place:
         elif self._within:
             yield
             self._restarted(False)
+            # Lightning counts one more behind an epoch that a hook ended: its batch was begun and never over.
+            self._fit.epoch_loop._batches_that_stepped = self._stepped
             self._set_generators()  # iterators have drawn from them, to begin the epoch again
             ProcessRandomness().load_state_dict(random)
         else:
