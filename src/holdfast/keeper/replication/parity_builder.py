@@ -77,7 +77,6 @@ class ParityBuilder:
         )
         self._failed: _Build | None = None
         self._lacking: Version | None = None  # resumed from, and in no memory
-        self._since_s: float | None = None
         self._last = (0, 0.0)
         self._made_bytes = 0
         self._at_once = count_lines()  # members, a line each
