@@ -68,6 +68,7 @@ class Case:
         shown: what is printed at the end.
         again: variables of the environment for the second life, and for the run that it is compared with.
         seeded: whether Python's and NumPy's generators are seeded, beside torch's.
+        package: text of a module `shelf` that is installed; empty if there is none.
     """
 
     text: str
@@ -78,6 +79,7 @@ class Case:
     shown: str = "0"
     again: tuple[tuple[str, str], ...] = ()
     seeded: bool = True
+    package: str = ""
 
     def script(self) -> str:
         step = dedent(STEP).replace("{scale}", self.scale).replace("{at}", self.at)
@@ -85,10 +87,80 @@ class Case:
         for line in dedent(self.text).splitlines():
             place = line.partition("{step}")[0] if "{step}" in line else None
             lines.append(line if place is None else indent(step, place))
-        head = HEAD if self.seeded else HEAD.replace("random.seed(1), np.random.seed(1), ", "")
+        path = 'sys.path.insert(0, os.path.join(os.path.dirname(os.environ["MARK"]), "site-packages"))\n'
+        head = HEAD.replace("import torch\n", f"{path}import torch\n", 1) if self.package else HEAD
+        head = head if self.seeded else head.replace("random.seed(1), np.random.seed(1), ", "")
         return f"{head}\n" + "\n".join(lines) + TAIL.replace("{shown}", self.shown)
 
 
+# Batches of a package, with a state that has their epoch begun again, and an order of their own.
+SHELF = """
+import random
+
+class Row:
+    def __init__(self, at):
+        self.at, self.words, self.signs, self.marks = at, [at], [at, at], [at, 0]
+
+class Batches:
+    def __init__(self, rows, size, shuffles=True):
+        self.rows, self.size, self.shuffles = rows, size, shuffles
+        self.order, self.began, self.taken, self.resumed = random.getstate(), None, 0, False
+
+    def begin(self):
+        if self.resumed:
+            self.order = self.began
+        else:
+            self.began, self.taken = self.order, 0
+        self.resumed = False
+        self.parts = cut(self.shuffled() if self.shuffles else self.rows, self.size)
+
+    def shuffled(self):
+        others = random.getstate()
+        random.setstate(self.order)
+        found = random.sample(self.rows, len(self.rows))
+        self.order = random.getstate()
+        random.setstate(others)
+        return found
+
+    def __iter__(self):
+        self.begin()
+        for number, rows in enumerate(self.parts):
+            if number < self.taken:
+                continue
+            self.taken += 1
+            yield [row.at for row in rows]
+
+    def state_dict(self):
+        return {"taken": self.taken, "began": self.began}
+
+    def load_state_dict(self, state):
+        self.taken, self.began, self.resumed = state["taken"], state["began"], True
+
+def cut(rows, size):
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
+"""
+SHELVED = """
+import shelf
+{pre}
+rows = [shelf.Row(number) for number in range(28)]
+{rows}
+batches, test = shelf.Batches(rows, 4), shelf.Batches(rows, 7, shuffles=False)
+best = math.inf
+for epoch in range(3):
+    batches.begin()
+    for i, at in enumerate(batches):
+        x, y = dataset.tensors[0][at], dataset.tensors[1][at]
+        {step}
+        {body}
+        if i == 4:
+            model.eval()
+            for part in test:
+                best = min(best, F.cross_entropy(model(dataset.tensors[0][part]), dataset.tensors[1][part]).item())
+            model.train()
+        die(epoch, i)
+    die(epoch, "eval")
+"""
 EVALUATE = """
 def evaluate():
     model.eval()
@@ -118,6 +190,11 @@ def inline(before: str = "pass", body: str = "pass", behind: str = "pass", pre: 
                 line = indent(dedent(text), line.partition(name)[0])
         lines.append(line)
     return dedent(pre) + "\n" + "\n".join(lines)
+
+
+def shelved(pre: str = "", rows: str = "", body: str = "pass", loop: str = SHELVED) -> str:
+    """Returns epochs over batches of a package, with statements where these are made and in the inner loop."""
+    return inline(body=body, loop=loop.replace("{pre}", pre).replace("{rows}", rows))
 
 
 CASES: dict[str, Case] = {
@@ -943,6 +1020,49 @@ fields = Fields([0.5, 1.5, 1.0])
 """ + inline(
         behind="print(sum(fields.label) / len(fields))",
     ), kills=("0,4", "2,3"), scale="fields[i % len(fields)]"),
+    "batches of a library that would begin their epoch again": Case(shelved(), package=SHELF, shown="best"),
+    "batches of a library, counted by hand": Case(
+        shelved(loop=SHELVED.replace("for i, at in enumerate(batches):", "i = -1\n    for at in batches:\n        i += 1")),
+        package=SHELF, shown="best", kills=("0,4", "2,3", "end"),
+    ),
+    "batches of a library in an order that nobody seeded": Case(
+        shelved(pre="if 'AGAIN' in os.environ: random.seed(7)"), "is another one than in the run that saved",
+        package=SHELF, kills=("0,4",), again=(("AGAIN", "1"),),
+    ),
+    "batches of a library, of other rows": Case(
+        shelved(rows="if 'AGAIN' in os.environ: rows[3].words[0] = 9"), "is another one than in the run that saved",
+        package=SHELF, kills=("2,3",), again=(("AGAIN", "1"),),
+    ),
+    "batches of a library that steps take from too": Case(
+        shelved(body="if i == 1: next(batches.parts)"), "others than in the run that saved", package=SHELF, kills=("0,3", "2,3"),
+    ),
+    "batches of a library that are left in the middle": Case(
+        shelved(body="if i == 5: break"), "'batches.parts' came to be in the loop", package=SHELF, kills=("2,3",),
+    ),
+    "batches of the script's own that say where they are": Case("""
+class Batches:
+    def __init__(self): self.at = 0
+    def __iter__(self):
+        while self.at < 28:
+            self.at += 4
+            yield torch.arange(self.at - 4, self.at)
+        self.at = 0
+    def state_dict(self): return {"at": self.at}
+    def load_state_dict(self, state): self.at = state["at"]
+batches = Batches()
+for epoch in range(3):
+    for i, at in enumerate(batches):
+        x, y = dataset.tensors[0][at], dataset.tensors[1][at]
+        {step}
+        die(epoch, i)
+    die(epoch, "eval")
+""", "it has a place of its own, which it hands out", kills=("0,4", "2,3")),
+    "object of a library that cannot say its state": Case(inline(
+        pre="import shelf\nmean = shelf.Mean()", body="mean.sum += 1",
+    ), "'mean', a Mean, cannot hand out its state: NotImplementedError: not yet", kills=("0,4",), scale="(1 + mean.sum / 100)",
+        package=SHELF + "\nclass Mean:\n    sum = 0\n    def state_dict(self): raise NotImplementedError('not yet')\n"
+        "    def load_state_dict(self, state): pass\n",
+    ),
     "object of a library with an iterator": Case(inline(
         pre="import textwrap\nwrapper = textwrap.TextWrapper()\nwrapper.source = iter(range(99))", body="next(wrapper.source)",
     ), "wrapper", kills=("2,3",), scale="(1 + next(wrapper.source) / 100)"),

@@ -19,6 +19,7 @@ LIFE = str(Path(__file__).with_name("zero_life.py"))
 SAMPLE = {
     "epochs of a function": "2,3", "inline": "0,6", "class with a trainer": "2,3",
     "numbers in numbers, order drawn between": "2,6", "generator that draws step by step": "2,3",
+    "batches of a library that would begin their epoch again": "2,3", "batches of a library, of other rows": "2,3",
     "tensors of an attribute that are views": "2,3", "meters of tensors": "2,3", "parameters changed by hand": "2,3",
 }  # fmt: skip
 WITH_A_KEEPER = {"epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3"}
@@ -29,6 +30,9 @@ def live(
 ) -> subprocess.CompletedProcess[str]:
     home.mkdir(exist_ok=True)
     (home / "train.py").write_text(case.script())
+    if case.package:
+        (home / "site-packages").mkdir(exist_ok=True)
+        (home / "site-packages" / "shelf.py").write_text(case.package)
     environment = {
         **os.environ, "MARK": str(home / "mark"), "DIE": kill, "PYTHONPATH": str(Path(LIFE).parent.parent),
         "HOLDFAST_DURABLE_EVERY": "1", **(dict(case.again) if again else {}), **({"POCKET": "1"} if pocket else {}),

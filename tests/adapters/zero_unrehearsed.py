@@ -257,6 +257,15 @@ CASES: dict[str, Case] = {
         packaged="site-packages",
         helper=PACKAGE,
     ),
+    "object of an installed package that cannot say its state": Case(
+        "'mean', a Mean, cannot hand out its state: NotImplementedError: not yet",
+        pre=BESIDE.replace("src", "site-packages") + "from helper import Mean\nmean = Mean()",
+        body="mean.sum += 1",
+        shown="mean.sum",
+        packaged="site-packages",
+        helper=PACKAGE + "\nclass Mean:\n    sum = 0\n    def state_dict(self): raise NotImplementedError('not yet')\n"
+        "    def load_state_dict(self, state): pass\n",
+    ),
     "model of an installed package that counts": Case(
         "installed package helper",
         pre=BESIDE.replace("src", "site-packages")

@@ -225,6 +225,24 @@ def test_two_lost_nodes_come_back_from_storage_with_the_reason(make_rig: MakeRig
     assert {restored(trainer, facts)[0] for trainer in back} == {stored}
 
 
+def test_what_storage_alone_has_raises_no_alarm_for_want_of_parity(make_rig: MakeRig) -> None:
+    """Each rank reads its own past its keeper, so that no node has anything to make parity of."""
+    rig = make_rig(**FOUR)
+    trainers = rig.start()
+    stored = save_all(trainers, 0, durable=True)
+    reached(trainers, stored, Level.DURABLE)
+    lose(trainers, *range(NUM_NODES))
+    back = come_back(rig, stored)
+    table = tuple(file.ref for file in rig.storage.manifest(stored).bundles)
+    for trainer in back:
+        trainer.client.resume(rig.incarnation, stored, table)
+    for node in range(NUM_NODES):
+        log = rig.keeper(node).log
+        eventually(lambda log=log: f"no parity of {stored}, from which all resumed" in log.read_text())  # type: ignore[misc]
+        assert not rig.status(node)["alarms"]
+    replicate(back, [1])
+
+
 @pytest.mark.slow
 def test_the_memory_of_parity_is_a_third_of_that_of_replicas(make_rig: MakeRig) -> None:
     own = 3 * CHUNK_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -119,6 +120,73 @@ def test_retention_frees_the_bytes_with_the_last_name(store: Storage) -> None:
     assert counted(store) == (2 * length, length)
     frozen.save(store, V4)
     assert counted(store) == (2 * length, 2 * length)
+
+
+def shared(store: Storage, file: BundleFile, first: Version, second: Version) -> bool:
+    """Return whether two versions have one file."""
+    return path_of(store, first, file).stat().st_ino == path_of(store, second, file).stat().st_ino
+
+
+def test_a_version_that_never_stands_leaves_its_neighbours_apart(store: Storage) -> None:
+    """A node wrote its part of the third one, and another node never did."""
+    frozen = Frozen()
+    frozen.save(store, V1)
+    frozen.save(store, V2)
+    file = frozen.write(store, V3)
+    frozen.save(store, V4)
+    assert store.versions() == [V1, V2, V4]
+    assert not shared(store, file, V2, V4)
+    frozen.save(store, V5)
+    assert not shared(store, file, V4, V5)
+    with path_of(store, V4, file).open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([frozen.image[-1] ^ 1]))
+    for version in (V1, V2, V5):
+        store.bundles.verify(version, file)
+    frozen.save(store, V6)
+    assert not shared(store, file, V5, V6)
+    assert counted(store)[1] >= 2 * len(frozen.image), "and what stands is linked again"
+
+
+def test_one_that_stands_later_shares_no_file_with_the_next(store: Storage) -> None:
+    """Its other node was slow: when the next one was written nobody could know."""
+    frozen = Frozen()
+    for version in (V1, V2):
+        frozen.save(store, version)
+    frozen.write(store, V3)
+    file = frozen.write(store, V4)
+    files = [frozen.save(store, version) for version in (V5, V6)]
+    for version in (V3, V4):
+        name, length, digest = store.write_part(version, 0, [file], stamp=STAMP)
+        store.commit(Manifest(version, store.job_id(), 1, JOB_LAYOUT, None, {name: (length, digest)}), stamp=STAMP)
+    versions = store.versions()
+    assert versions == [V1, V2, V3, V4, V5, V6]
+    assert not any(shared(store, files[0], *pair) for pair in itertools.pairwise(versions))
+
+
+def test_one_that_is_written_late_shares_no_file_with_its_neighbours(store: Storage) -> None:
+    frozen = Frozen()
+    for version in (V1, V2, V4, V3, V5, V6):
+        file = frozen.save(store, version)
+    versions = store.versions()
+    assert versions == [V1, V2, V3, V4, V5, V6]
+    assert not any(shared(store, file, *pair) for pair in itertools.pairwise(versions))
+    assert counted(store) == (3 * len(frozen.image), 3 * len(frozen.image))
+
+
+def test_the_next_incarnation_shares_no_file_with_those_before(store: Storage) -> None:
+    """It may go on from any of them, or because one of them was found damaged, which only who read it knows."""
+    frozen = Frozen()
+    before = (V1, V2, V3, V4)
+    for version in before:
+        frozen.save(store, version)
+    store.incarnations.register()
+    incarnation = store.incarnations.register()
+    after = [Version(incarnation, step) for step in (31, 32, 33)]
+    for version in after:
+        file = frozen.save(store, version)
+    assert not any(shared(store, file, *pair) for pair in itertools.product(before, after))
+    assert shared(store, file, after[0], after[2])
 
 
 def test_a_version_whose_file_is_gone_is_no_source(store: Storage) -> None:
@@ -249,20 +317,23 @@ def test_where_no_name_can_be_added_it_is_written(store: Storage, monkeypatch: p
 def test_a_fault_at_any_call_ends_in_an_error_or_in_a_whole_file(
     store: Storage, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    frozen = Frozen()
-    frozen.save(store, V1)
+    frozen, sources = Frozen(), (V1, V2)
+    for version in sources:
+        frozen.save(store, version)
     steps = iter(range(100, 1000))
     wrote: list[Version] = []
 
     def attempt() -> None:
-        for step in (10, 11):  # sources, if those before were lost to a fault
-            frozen.write(store, Version(1, step))
+        store.bundles.distrust(frozen.ref.bundle_id)
+        for version in sources:  # anew, and they are committed
+            frozen.write(store, version)
         version = Version(1, next(steps))
         wrote.append(version)
         frozen.write(store, version)
 
     failures = list(every_failure(monkeypatch, attempt, code))
     assert any(noticed for _, noticed in failures)
+    assert counted(store)[1] > 0
     for version in wrote:
         directory = path_of(store, version, BundleFile.of(frozen.ref, frozen.seal, "")).parent
         found = list(directory.glob("*.safetensors")) if directory.exists() else []

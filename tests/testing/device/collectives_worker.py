@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.testing import device as sim
@@ -56,6 +57,18 @@ def _fully_sharded(device: str, mesh: Any) -> Any:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return train(module, device, [RANK])
+
+
+def attention(device: str) -> Any:
+    """The gradients of a causal attention whose heads lie on all ranks: computed so, and in one process."""
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 4, 5, 8) for _ in range(3)]
+    heads = init_device_mesh("sim", (SIZE,))
+    parts = [distribute_tensor(each.to(device), heads, [Shard(1)]).requires_grad_() for each in whole]
+    alone = [each.requires_grad_() for each in whole]
+    for each in (parts, alone):
+        nn.functional.scaled_dot_product_attention(*each, is_causal=True).square().sum().backward()
+    return [[each.grad.full_tensor().tolist() for each in parts], [each.grad.tolist() for each in alone]]
 
 
 def plain(device: str) -> Any:

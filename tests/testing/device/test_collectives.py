@@ -21,7 +21,7 @@ WORKER = Path(__file__).with_name("collectives_worker.py")
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What the ranks of one job told of everything that needs no failure."""
-    return job(tmp_path_factory.mktemp("job"), "plain", "collectives", "ddp", "fsdp", "hsdp")
+    return job(tmp_path_factory.mktemp("job"), "plain", "collectives", "ddp", "fsdp", "hsdp", "attention")
 
 
 def job(directory: Path, *modes: str, size: int = 2) -> list[Any]:
@@ -71,6 +71,12 @@ def test_every_collective_gives_what_it_should(told: list[Any]) -> None:
         "exchanged lists": [1, 1, 11, 11],
         "swapped": [0, 0],
     }
+
+
+def test_attention_whose_heads_lie_on_all_ranks_equals_one_process(told: list[Any]) -> None:
+    for rank in told:
+        ours, alone = (torch.tensor(each) for each in rank["attention"])
+        assert torch.allclose(ours, alone, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])

@@ -135,6 +135,34 @@ def test_recurrent_model_and_its_gradients(sim: ModuleType, kind: type[nn.RNNBas
         assert torch.allclose(parameter.grad.cpu(), gradient, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_one_operator_and_has_its_gradients(sim: ModuleType, causal: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 3, 7, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+    ours = [each.detach().to("sim").requires_grad_() for each in whole]
+    plain = nn.functional.scaled_dot_product_attention(*whole, is_causal=causal)
+    told = nn.functional.scaled_dot_product_attention(*ours, is_causal=causal)
+    assert "Efficient" in told.grad_fn.name()
+    assert torch.equal(told.cpu(), plain)
+    plain.square().sum().backward()
+    told.square().sum().backward()
+    assert all(torch.equal(each.grad.cpu(), other.grad) for each, other in zip(ours, whole, strict=True))
+
+
+def test_attention_with_a_mask_or_dropout_is_made_of_operators(sim: ModuleType) -> None:
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 3, 7, 8, requires_grad=True) for _ in range(3)]
+    ours = [each.detach().to("sim").requires_grad_() for each in whole]
+    mask = torch.rand(7, 7) > 0.3
+    plain = nn.functional.scaled_dot_product_attention(*whole, attn_mask=mask)
+    told = nn.functional.scaled_dot_product_attention(*ours, attn_mask=mask.to("sim"))
+    assert torch.allclose(told.cpu(), plain, atol=1e-6)
+    assert nn.functional.scaled_dot_product_attention(*ours, dropout_p=0.5).shape == plain.shape
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        assert "Efficient" not in nn.functional.scaled_dot_product_attention(*ours).grad_fn.name()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_kernels_that_resize_their_output_for_a_while(sim: ModuleType, reduction: str) -> None:
     torch.manual_seed(0)

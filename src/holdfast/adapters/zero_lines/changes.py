@@ -7,14 +7,14 @@ carries each plain value that differs from that, and if nothing else differs. `C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from holdfast.adapters.zero_lines.reach import held_arrays, identities
-from holdfast.adapters.zero_lines.reach.look import Look
+from holdfast.adapters.zero_lines.reach.look import ENDED, Look
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, has_set
 from holdfast.adapters.zero_lines.reach.walk import ANOTHER
 from holdfast.base.errors import HoldfastError
@@ -73,6 +73,7 @@ class Changes:
         self._home = f"{home}." if home else ""
         self.before = before if before is not None else look()
         self._places = self.before.places
+        self._data: dict[frozenset[str], dict[str, str]] = {}
 
     def now(self) -> Changed:
         """Returns what differs from the beginning of the loop."""
@@ -141,7 +142,7 @@ class Changes:
         before = self.before
         found: dict[str, tuple[str, str, str | int]] = {}
         for path, (kind, owner, key) in now.born.items():  # an owner comes before what it holds
-            known = now.kinds.get(kind) is not None and before.kinds.get(kind) is now.kinds[kind]
+            known = kind == ENDED or (now.kinds.get(kind) is not None and before.kinds.get(kind) is now.kinds[kind])
             if path not in before.fixed and known and (owner in before.owners or owner in found):
                 found[path] = (kind, owner, key)
         return found
@@ -165,7 +166,7 @@ class Changes:
                 found[path] = repr(value)[:MAX_TEXT]
         return found
 
-    def data(self, used: Container[str], *, clock: bool, inside: bool = False) -> dict[str, str]:
+    def data(self, used: Container[str], *, clock: bool, carried: Iterable[Sequence[Any]] = ()) -> dict[str, str]:
         """Returns tokens, by path, of the tensors, arrays and lists that the loop reads and that stood before it began.
 
         A script that was started again has to have made the same: a split or a vocabulary in another order would go unseen.
@@ -173,13 +174,19 @@ class Changes:
         Args:
             used: names that the loop reads.
             clock: whether the script reads a clock: then what has texts is left out, for they may hold a time.
-            inside: also what names of functions lead to.
+            carried: rows of what a restart puts in place, whatever it has there: left out, with all that lies in it.
         """
+        without = frozenset(self._place(str(row[0])) for row in carried)
+        if without not in self._data:
+            self._data[without] = self._data_without(used, without, clock=clock)
+        return self._data[without]
+
+    def _data_without(self, used: Container[str], without: frozenset[str], *, clock: bool) -> dict[str, str]:
         found: dict[str, dict[str, str]] = {}
         for path, (token, texts) in self.before.data.items():
-            place = self._at_home(path.partition("().")[2] if inside and "()." in path else path)
+            place = self._place(path)
             root = place.replace("[", ".").partition(".")[0]
-            if root in used and not (texts and clock):
+            if root in used and not (texts and clock) and not _lies_in(place, without):
                 found.setdefault(root, {})[place] = xxhash.xxh3_64_hexdigest(repr(token).encode())
         tokens: dict[str, str] = {}
         for root, parts in found.items():
@@ -189,6 +196,10 @@ class Changes:
                 tokens[root] = xxhash.xxh3_64_hexdigest(repr(sorted(parts.items())).encode())
         return tokens
 
+    def _place(self, path: str) -> str:
+        """Returns the path without the function that has the name it begins with."""
+        return self._at_home(path.partition("().")[2] if "()." in path else path)
+
     def _at_home(self, path: str) -> str:
         return path.removeprefix(self._home) if self._home else path
 
@@ -196,7 +207,7 @@ class Changes:
         """Returns why these values have no place here; empty if all have one."""
         born = {path: kind[0] for path, _, _, _, *kind in rows if kind}
         for path, owner, _, _, *kind in rows:
-            if kind and self.before.kinds.get(kind[0]) is None:
+            if kind and kind[0] != ENDED and self.before.kinds.get(kind[0]) is None:
                 return f"{path!r} was carried by the run that saved, and its class is not there now"
             if path not in self.before.leaves and owner not in self.before.owners and owner not in born:
                 return f"{path!r} was carried by the run that saved, and is not there now"
@@ -232,19 +243,15 @@ class Changes:
                 )
         return ""
 
-    def other_data(self, saved: Mapping[str, str], now: Mapping[str, str], rows: list[list[Any]]) -> str:
+    def other_data(self, saved: Mapping[str, str], now: Mapping[str, str]) -> str:
         """Returns why what the script made before its loop is not what the run that saved had; empty if it is.
 
         Args:
             saved: what `data` told then.
-            now: what it tells now.
-            rows: what the version carries: it is put in place, whatever it is now.
+            now: what it tells now, with the same left out.
         """
-        carried = [str(row[0]).partition("().")[2] or str(row[0]) for row in rows]
         for path, token in saved.items():
-            if now.get(path, token) != token and not any(
-                each == path or each.startswith((f"{path}.", f"{path}[")) for each in carried
-            ):
+            if now.get(path, token) != token:
                 return (
                     f"{path!r} is another one than in the run that saved{self._where(path)}: the script makes it anew at every start, "
                     f"and not the same; seed what it draws, sort what has no order"
@@ -266,3 +273,9 @@ class Changes:
             except HoldfastError:
                 return repr(row[0]) + self._where(row[0])
         return str(error)
+
+
+def _lies_in(path: str, places: frozenset[str]) -> bool:
+    """Tell whether a path is one of these, or leads through one of them."""
+    ends = (place for place, sign in enumerate(path) if sign in ".[")
+    return bool(places) and (path in places or any(path[:end] in places for end in ends))

@@ -121,7 +121,7 @@ class KeptLoop:
             say(str(error.what))
             self._events.emit("script_refused", reason=str(error.what))
             return None
-        found = sort_out(self._loop.used, self._loop.carried, names.all())
+        found = sort_out(self._loop.used, self._loop.carried, names.all(), Reach(sets=(), used=(), kept=()).is_of_user)
         if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
             found = "the script has a Checkpointer of its own"
         changes = None
@@ -432,7 +432,6 @@ class _Carried(Doubts):
         self.restored: dict[str, Any] | None = None
         self.refused = ""
         self._began = changes.began(loop.used, loop.bounds) if loop.reads_files else {}
-        self._data = changes.data(set(loop.used) - set(loop.carried), clock=loop.reads_clock, inside=True)
         self._noted: dict[str, Any] = self._state(None, {}, {}, Changed([], []))
 
     def note(self, number: int) -> bool:
@@ -482,7 +481,7 @@ class _Carried(Doubts):
         return {
             "range": [steps.start, steps.stop, steps.step], "value": value, "carried": carried, "after": after,
             "rows": changed.rows, "gone": changed.gone, "unsure": self.unsure, "began": self._began,
-            "data": self._data, "who": self.who,
+            "data": self._data(changed.rows), "who": self.who,
         }  # fmt: skip
 
     def rehearses(self, reason: str) -> None:
@@ -505,6 +504,11 @@ class _Carried(Doubts):
             if held := self._changes.holds_identity(value):
                 return f"{name!r} is carried from one step to the next, and {held}"
         return ""
+
+    def _data(self, rows: list[list[Any]]) -> dict[str, str]:
+        """Returns tokens of what the script made, without what a version with these rows puts in place."""
+        loop = self._loop
+        return self._changes.data(set(loop.used) - set(loop.carried), clock=loop.reads_clock, carried=rows)
 
     def _why_not(self, state: Mapping[str, Any]) -> str:
         """Returns why a version does not fit this loop; empty if it does."""
@@ -533,7 +537,7 @@ class _Carried(Doubts):
                     f"have gone on from a file of its own"
                 )
         if state["value"] is not None and state.get("who") == self.who:
-            other = self._changes.other_data(state.get("data", {}), self._data, state["rows"])
+            other = self._changes.other_data(state.get("data", {}), self._data(state["rows"]))
             if other:
                 return other
         return self._changes.misses(state["rows"])

@@ -10,7 +10,7 @@ nobody can restore: then nothing is restored.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.adapters.zero_lines.reach.attributes import is_attributes, is_iterator
+from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data, is_attributes, is_iterator
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.tokens import is_sparse
 from holdfast.adapters.zero_lines.reach.walk import STANDING
@@ -50,13 +50,16 @@ class Kept:
         return found
 
 
-def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, Any]) -> Kept | str:
+def sort_out(
+    used: Iterable[str], carried: Iterable[str], scope: Mapping[str, Any], is_of_user: Callable[[Any], bool]
+) -> Kept | str:
     """Returns what to keep, or what is in the way.
 
     Args:
         used: names that the loop reads.
         carried: names that live from one step to the next.
         scope: what names mean now: the loop's own, and the script's.
+        is_of_user: tells whether the class of an object is the user's.
     """
     kept, modules, optimizers = Kept(), {}, {}
     reason = _carried_badly(carried, scope)
@@ -70,18 +73,19 @@ def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, An
             optimizers[name] = value
         elif isinstance(value, _CONTAINERS):
             reason = _why_no_container(name, value)
-            if reason:
-                return reason
         elif isinstance(value, torch.Tensor):
             if value.requires_grad:
                 return f"{name!r} is a tensor with a gradient outside of a module"
             if is_sparse(value):
                 continue  # that it stays as it is, is seen at every step
             kept.objects[f"main_{name}"] = {"tensor": value}
-        elif is_stateful(value):
+        elif is_stateful(value) and not has_place_in_data(value, is_of_user):
+            reason = "" if is_of_user(value) else why_no_state(name, value)
             kept.objects[f"main_{name}"] = value
         elif not never_changes(value) and not is_plain(value) and not is_attributes(value):
             return f"nobody can be sure what {name!r}, a {_kind(value)}, keeps from one step to the next"
+        if reason:
+            return reason
     return _with_model(kept, modules, optimizers, scope)
 
 
@@ -135,6 +139,15 @@ def _why_no_container(name: str, value: Any) -> str:
             sure = (never_changes(part) and not isinstance(part, nn.Module)) or is_plain(part)
         if not sure:
             return f"{name!r} is a {_kind(value)} of things that nobody can be sure of"
+    return ""
+
+
+def why_no_state(path: str, value: Any) -> str:
+    """Returns why an object that hands out its state does not; empty if it does. One of the user's is asked when it is looked at."""
+    try:
+        value.state_dict()
+    except Exception as error:  # noqa: BLE001 - objects of other people are asked
+        return f"{path!r}, a {_kind(value)}, cannot hand out its state: {type(error).__name__}: {error}"
     return ""
 
 

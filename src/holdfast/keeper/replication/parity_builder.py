@@ -9,7 +9,8 @@ newest replicated version is never written.
 A version is replicated once all members of all groups have their piece. Until then, and as long as it is the newest one, it
 needs the slots of all members: the overwrite guard keeps what nothing newer replaces.
 
-After a restore the pieces of the version that all resumed from are made again where they are missing (`refill`).
+After a restore the pieces of the version that all resumed from are made again where they are missing (`refill`). What ranks
+read from storage past their keepers is in no memory: then there is nothing to make parity of, and no alarm.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class ParityBuilder:
             "holdfast parity", self._build, lambda text: state.alarms.warn(ALARM, text)
         )
         self._failed: _Build | None = None
+        self._lacking: Version | None = None  # resumed from, and in no memory
         self._since_s: float | None = None
         self._last = (0, 0.0)
         self._made_bytes = 0
@@ -156,6 +158,13 @@ class ParityBuilder:
             self._try_again(build)
             return
         except (HoldfastError, OSError) as error:  # also of a system that has no descriptor or no memory left
+            if isinstance(error, VersionNotFound) and version.incarnation != ledger.incarnation:
+                # Ranks may have read it from storage past their keepers. Only a keeper that adopts memory may still have it.
+                if self._lacking != version:
+                    logger.info("no parity of %s, from which all resumed: %s", version, error.what)
+                self._lacking = version
+                self._try_again(build)
+                return
             # The version stays at its level until all pieces stand.
             state.alarms.warn(ALARM, f"no parity of {version}: {error}")
             self._try_again(build)

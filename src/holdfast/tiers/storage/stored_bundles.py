@@ -32,7 +32,7 @@ from holdfast.tiers.backends.parallel_streams import (
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import Entry, Image
 from holdfast.tiers.storage.bundle_files import BundleFiles
-from holdfast.tiers.storage.manifest import ENCRYPTED, BundleFile
+from holdfast.tiers.storage.manifest import ENCRYPTED, ROOT_NAME, BundleFile
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,12 @@ class _Kept:
     chunk: int
 
     def is_same(self, version: Version, file: BundleFile) -> bool:
-        """Return whether another version's file is this one over again."""
-        return (self.file.file, self.file.seal) == (file.file, file.seal) and self.version != version
+        """Return whether another version's file is this one over again.
+
+        An earlier incarnation's is not: the job may go on from an older version, or because this file was found damaged.
+        """
+        is_other = self.version != version and self.version.incarnation == version.incarnation
+        return is_other and (self.file.file, self.file.seal) == (file.file, file.seal)
 
 
 class StoredBundles:
@@ -95,6 +99,7 @@ class StoredBundles:
 
     What stays the same is written twice and not again, where the backend can give a file two names: each version has all its
     files all the same, none needs another, and neighbours share none. Only files that this object wrote and proved are used so.
+    Neighbours are those that are committed: what lies between two of them may never be.
 
     Args:
         backend: where they lie.
@@ -145,7 +150,16 @@ class StoredBundles:
         file = BundleFile.of(ref, seal, self._files.key_id)
         # If what follows fails, none of them is ever used again.
         kept = tuple(one for one in self._kept.pop(ref.bundle_id, ()) if one.is_same(version, file))
-        if len(kept) == NUM_COPIES and (linked := self._link(version, file, kept[0], stamp)) is not None:
+        is_late = any(one.version > version for one in kept)
+        if len(kept) == NUM_COPIES and not is_late and not self._is_committed(kept[-1].version):
+            kept = kept[
+                :-1
+            ]  # so the version before may be one that has the first file, and the last may still become one
+        if (
+            len(kept) == NUM_COPIES
+            and not is_late
+            and (linked := self._link(version, file, kept[0], stamp)) is not None
+        ):
             self._kept[ref.bundle_id] = (*kept[1:], linked)
             progress(len(view))
             return file
@@ -153,10 +167,18 @@ class StoredBundles:
         with self._events.span("storage.write_bundle", version=str(version), bundle=ref.bundle_id, bytes=len(view)):
             self._backend.put(f"{version}/{file.file}", chunks, stamp=stamp, progress=progress)
         self._events.count("storage_written_bytes", len(view))
-        if not file.key_id and file.length >= MIN_LINKED_BYTES:  # each version encrypts with keys of its own
+        links = isinstance(self._backend, Linking) and not file.key_id  # each version encrypts with keys of its own
+        if links and file.length >= MIN_LINKED_BYTES:
             put = _Kept(version, file, random.randrange(len(seal.chunk_digests) or 1))
-            self._kept[ref.bundle_id] = (*kept[1 - NUM_COPIES :], put)
+            self._kept[ref.bundle_id] = kept if is_late else (*kept[1 - NUM_COPIES :], put)
         return file
+
+    def _is_committed(self, version: Version) -> bool:
+        """Return whether a version that was written here is known to stand."""
+        try:
+            return bool(self._backend.read(f"{version}/{ROOT_NAME}", length=1))
+        except (VersionNotFound, StorageError):
+            return False
 
     def _link(self, version: Version, file: BundleFile, kept: _Kept, stamp: str) -> _Kept | None:
         """Gives the same file of an earlier version a name in this one; None if it has to be written."""

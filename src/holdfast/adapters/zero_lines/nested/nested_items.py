@@ -23,8 +23,11 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 from torch.utils.data import DataLoader, dataloader, distributed, sampler
 
+from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data
+from holdfast.checkpoint.state.stateful import is_stateful
 from holdfast.checkpoint.usage import user_frames
 
 # Samplers that draw everything from one seed, before their first index.
@@ -45,6 +48,7 @@ class Items:
 
     Args:
         iterable: what the script goes over.
+        is_of_user: tells whether the class of an object is the user's.
 
     Attributes:
         size: how many there are; None if nobody knows.
@@ -55,7 +59,8 @@ class Items:
         begun: whether something was drawn for them already.
     """
 
-    def __init__(self, iterable: Any) -> None:
+    def __init__(self, iterable: Any, is_of_user: Callable[[Any], bool] = lambda _: True) -> None:
+        self.is_of_user = is_of_user
         self.doubt = self.refused = ""
         self.begun = _has_begun(iterable)
         self.told = ""
@@ -76,7 +81,11 @@ class Items:
 
     def digest(self) -> str:
         """Returns a token of where a generator of the script stands: equal where it would go on alike."""
-        return _digest(self._digested) if self._digested is not None else ""
+        return digest_of(self._digested) if self._digested is not None else ""
+
+    def counted(self) -> set[int]:
+        """Returns the generators that come to where they are by items being taken, by their `id`."""
+        return {id(each) for each in _within(self._digested)} if self._digested is not None else set()
 
     def digests(self, thing: Any) -> None:
         """This is what `digest` looks at."""
@@ -273,7 +282,8 @@ def _taken(value: Any, items: Items) -> _Way:
     items.told = f"what is skipped of {type(value).__qualname__!r} is taken again, one by one"
     kind = type(value)
     size = _size_of(value) if not hasattr(value, "__next__") else None
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+    places = (each for each in (value, *_sources(value)) if is_stateful(each) and not isinstance(each, nn.Module))
+    if not all(has_place_in_data(each, items.is_of_user) for each in places):
         items.refused = "it has a place of its own, which it hands out"
 
     def begin() -> Iterator[Any]:
@@ -282,6 +292,17 @@ def _taken(value: Any, items: Items) -> _Way:
         return _watched(iterator, items, "its items are")
 
     return _Way([kind.__qualname__], size, begin, lambda n: _advanced(begin(), n))
+
+
+def _sources(value: Any) -> Iterator[Any]:
+    """Yields what an iterator may go over: what its generator is the `__iter__` of, or what it has as an attribute."""
+    if type(value) is not GeneratorType:
+        held = getattr(value, "__dict__", None) or {}
+        yield from (each for each in held.values() if hasattr(type(each), "__iter__"))
+    elif value.gi_frame is not None:
+        for each in user_frames.own(value.gi_frame).values():
+            if getattr(getattr(type(each), "__iter__", None), "__code__", None) is value.gi_code:
+                yield each
 
 
 def _advanced(iterator: Iterator[Any], number: int) -> Iterator[Any]:
@@ -317,7 +338,7 @@ def _drawn() -> str:
     return token.hexdigest()
 
 
-def _digest(value: Any, depth: int = 0) -> str:
+def digest_of(value: Any, depth: int = 0) -> str:
     """Returns a token of an iterator: of a generator's names and line, of an object's attributes."""
     token = xxhash.xxh3_128(type(value).__qualname__.encode())
     if isinstance(value, GeneratorType):
@@ -326,7 +347,7 @@ def _digest(value: Any, depth: int = 0) -> str:
             token.update(str(frame.f_lineno).encode())
             for part in gc.get_referents(value):
                 if depth < _MAX_DEPTH and hasattr(part, "__next__"):
-                    token.update(_digest(part, depth + 1).encode())
+                    token.update(digest_of(part, depth + 1).encode())
             _mapping(token, user_frames.own(frame), depth)
     elif isinstance(value, dataloader._BaseDataLoaderIter):
         token.update(str(value._num_yielded).encode())
@@ -335,7 +356,20 @@ def _digest(value: Any, depth: int = 0) -> str:
         _mapping(token, {str(i): part for i, part in enumerate(value.__reduce__()[1])}, depth)
     elif isinstance(getattr(value, "__dict__", None), dict):
         _mapping(token, vars(value), depth)
+    else:  # `enumerate`, `zip` and their like
+        for part in gc.get_referents(value):
+            if hasattr(part, "__next__") and depth < _MAX_DEPTH:
+                token.update(digest_of(part, depth + 1).encode())
     return token.hexdigest()
+
+
+def _within(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yields the generators that an iterator takes its items from."""
+    for part in gc.get_referents(value) if depth < _MAX_DEPTH else ():
+        if hasattr(part, "__next__"):
+            if type(part) is GeneratorType:
+                yield part
+            yield from _within(part, depth + 1)
 
 
 def _mapping(token: Any, values: Mapping[str, Any], depth: int) -> None:
@@ -355,4 +389,4 @@ def _mapping(token: Any, values: Mapping[str, Any], depth: int) -> None:
             if len(parts) <= 1 << 16:
                 _mapping(token, {str(key): part for key, part in parts.items()}, depth + 1)
         elif hasattr(value, "__next__") and depth < _MAX_DEPTH:
-            token.update(_digest(value, depth + 1).encode())
+            token.update(digest_of(value, depth + 1).encode())

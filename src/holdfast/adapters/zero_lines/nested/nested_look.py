@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.adapters.zero_lines.changes import Changes
-from holdfast.adapters.zero_lines.nested.nested_items import Items
+from holdfast.adapters.zero_lines.nested.nested_items import Items, digest_of
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.reach.look import Look, Owner
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
@@ -202,7 +202,9 @@ class Looker:
         around = list(zip(_named(self._around), map(scope, self._around), strict=True))
         within = list(zip(_named(inner, {path for path, _ in around}), map(scope, inner), strict=True))
         lost = {name for name, value in self._main.items() if type(value) is Lost}
-        return self._reach.look(
+        self._reach.counted = {each for entry in entries if entry.items for each in entry.items.counted()}
+        self._reach.may_begin = len(stack) > 1 and (last is not None or entries[-1].items is None)
+        found = self._reach.look(
             self._main,
             around,
             inner=within,
@@ -211,6 +213,9 @@ class Looker:
             carried=carried,
             home=self._home,
         )
+        found.local.update({path: ("generator", digest_of(each)) for path, each in found.begins.items()})
+        found.begins.clear()  # who drops one ends it
+        return found
 
     def enter(self, entries: Sequence[Entry], site: Site, frame: FrameType) -> Entry:
         """Returns a loop that is about to begin inside of the others, with what was made for it."""

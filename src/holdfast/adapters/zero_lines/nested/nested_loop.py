@@ -92,6 +92,7 @@ class KeptLoops:
         self._next: Entry | None = None
         self._told: set[int] = set()
         self._generators = generators()
+        self._judge = Reach(sets=(), used=(), kept=())
 
     def leave(self) -> None:
         """The script leaves a loop in good order, by `break` or `return`."""
@@ -130,7 +131,7 @@ class KeptLoops:
         self._next = None
         if entry is None or entry.site.number != number or self._run is None:
             return iterable
-        return self._turns(entry, Items(iterable), self._run)
+        return self._turns(entry, Items(iterable, self._judge.is_of_user), self._run)
 
     def _is_mine(self) -> bool:
         return self._owner == (os.getpid(), threading.get_ident())
@@ -177,8 +178,7 @@ class KeptLoops:
         scope = {
             name: value for name, value in {**main, **mine}.items() if name not in hidden and not name.startswith("__")
         }
-        judge = Reach(sets=(), used=(), kept=())
-        found = collect(self._nest.used - set(site.lives), scope, judge.is_of_user, by_hand=self._nest.by_hand)
+        found = collect(self._nest.used - set(site.lives), scope, self._judge.is_of_user, by_hand=self._nest.by_hand)
         if isinstance(found, str):
             return found, None, None
         looker = Looker(self._nest, found.things, frame, self._modules)

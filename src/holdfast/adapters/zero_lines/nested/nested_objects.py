@@ -18,8 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from holdfast.adapters.zero_lines.objects import Kept, never_changes
-from holdfast.adapters.zero_lines.reach.attributes import attributes_of, is_attributes, is_iterator, is_progress_bar
+from holdfast.adapters.zero_lines.objects import Kept, never_changes, why_no_state
+from holdfast.adapters.zero_lines.reach.attributes import (
+    attributes_of,
+    has_place_in_data,
+    is_attributes,
+    is_iterator,
+    is_progress_bar,
+)
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.tokens import is_sparse
 from holdfast.checkpoint.state.stateful import is_stateful
@@ -115,7 +121,7 @@ class _Found:
             self.optimizers[id(value)] = value
         elif isinstance(value, torch.Tensor):
             self._tensor(path, value, top=top and judge, judge=judge)
-        elif is_stateful(value):
+        elif is_stateful(value) and not has_place_in_data(value, self._is_of_user):
             self._stateful(path, value, depth, judge=judge)
         elif isinstance(value, _CONTAINERS):
             parts = value.items() if isinstance(value, dict) else enumerate(value)
@@ -141,6 +147,8 @@ class _Found:
         self._keep(path, value)
         if self._is_of_user(value):
             self._parts(path, _attributes(value), depth, judge=False)
+        elif reason := why_no_state(path, value):
+            self._refuse(reason)
 
     def _tensor(self, path: str, value: torch.Tensor, *, top: bool, judge: bool) -> None:
         if judge and value.requires_grad and value.is_leaf:

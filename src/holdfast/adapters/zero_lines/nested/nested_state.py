@@ -69,7 +69,6 @@ class NestedState(Doubts):
             "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {}, "data": {}, "who": self.who,
             "generators": {},
         }  # fmt: skip
-        self._data = outermost.changes.data(nest.used - set(outermost.site.lives), clock=nest.reads_clock, inside=True)
 
     def note(self, entries: Sequence[Entry], number: int, cleared: frozenset[int]) -> bool:
         """Takes everything as it is now, behind a step of the innermost loop; False: this step must be in no version.
@@ -123,7 +122,7 @@ class NestedState(Doubts):
             "entry": self._outermost.drawn,
             "randomness": self.randomness,
             "generators": {name: list(each) for name, each in self.generators.items()},
-            "data": self._data,
+            "data": self._data(changed.rows, [entry.start for entry in entries[:-1]]),
             "who": self.who,
         }
         return True
@@ -285,8 +284,18 @@ class NestedState(Doubts):
                 )
         if state.get("who") != self.who:
             return ""
-        rows = [*state["rows"], *(row for start in state["starts"] for row in start["rows"])]
-        return entry.changes.other_data(state.get("data", {}), self._data, rows)
+        return entry.changes.other_data(state.get("data", {}), self._data(state["rows"], state["starts"]))
+
+    def _data(self, rows: list[list[Any]], starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Returns tokens of what the script made, without what a restart puts in place before it uses any of it.
+
+        Args:
+            rows: what a version carries, which is put in place where its innermost loop begins.
+            starts: what the items of the outer loops began with; that of the outermost is put in place first.
+        """
+        used = self._nest.used - set(self._outermost.site.lives)
+        carried = starts[0]["rows"] if starts else rows
+        return self._outermost.changes.data(used, clock=self._nest.reads_clock, carried=carried)
 
 
 def _changed_around(entries: Sequence[Entry]) -> str:

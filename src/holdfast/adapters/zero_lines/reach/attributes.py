@@ -8,7 +8,10 @@ import multiprocessing.process
 import subprocess
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
+
+from holdfast.checkpoint.state.stateful import is_stateful
 
 # What Python has of a class that is made by it, and of a reference.
 _HEAP_TYPE, _POINTER = 1 << 9, 8
@@ -32,6 +35,15 @@ def is_attributes(value: Any) -> bool:
         value, threading.Thread | io.IOBase | multiprocessing.process.BaseProcess | subprocess.Popen
     )
     return alone and not isinstance(value, type) and is_of_python(type(value))
+
+
+def has_place_in_data(value: Any, is_of_user: Callable[[Any], bool]) -> bool:
+    """Tell whether an object of an installed package hands out a state and is gone over: that state says where its data are.
+
+    Who loads such a state tells the object to go on there, as torchtext's iterators do. That is right before its next epoch begins,
+    and wrong in the middle of one that was begun again. So its attributes are looked at, as those of any other object.
+    """
+    return hasattr(type(value), "__iter__") and is_stateful(value) and is_attributes(value) and not is_of_user(value)
 
 
 def is_of_python(kind: type) -> bool:

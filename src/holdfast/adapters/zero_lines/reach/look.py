@@ -11,6 +11,7 @@ look.born         path of an object that is nothing but attributes, and is held 
 look.kinds        name of a class -> the class, of such objects and of classes of the user; None if two have the name
 look.parts        path of a tensor or array that cannot be carried -> what else has a part of it
 look.places       path of every object that was looked at, by its `id`
+look.begins       path of a generator that has not begun, where a loop is about to
 look.unsure       what may hold a place that nobody can read: iterators, generators, files
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,9 @@ from torch import nn
 
 from holdfast.adapters.zero_lines.reach import held_arrays
 from holdfast.adapters.zero_lines.reach.attributes import put_attribute
+
+# The name, beside those of classes, of what a generator is when it has ended: it has no items, whatever it was.
+ENDED = "a generator that has ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class Look:
     places: dict[int, str] = field(default_factory=dict)
     born: dict[str, tuple[str, str, str | int]] = field(default_factory=dict)
     kinds: dict[str, type | None] = field(default_factory=dict)
+    begins: dict[str, Any] = field(default_factory=dict)
 
     def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
         """Sets plain values as a version has them, where they are in this look, and makes objects that are not there.
@@ -102,12 +107,26 @@ class Look:
         """Makes an object without attributes, of a class that the script has already used before its loop."""
         if path in self.born and self.born[path][0] == kind:
             return
-        made = self.kinds[kind]
+        made = types.GeneratorType if kind == ENDED else self.kinds[kind]
         if made is None:
             raise KeyError(kind)
+        if made is types.GeneratorType:
+            self.owners[owner].put(key, _ended())
+            return
         thing: Any = object.__new__(made)
         self.owners[owner].put(key, thing)
         self.owners[path] = owner_of(thing)
+
+
+def _ended() -> Generator[Any, Any, Any]:
+    """Returns a generator that has no items left."""
+
+    def some() -> Generator[Any, Any, Any]:
+        yield
+
+    found = some()
+    found.close()
+    return found
 
 
 def owner_of(thing: Any) -> Owner:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.adapters.zero_lines.reach.look import Look, Owner, owner_of
@@ -33,6 +33,10 @@ class Reach:
         members: names of sets whose order matters to nobody.
         pops: whether the text of the script calls a `pop()` of something.
         named: path of each kept object, by its `id`; by default they are named as the frames do.
+
+    Attributes:
+        counted: generators that come to where they are when the items of a loop are counted, by their `id`.
+        may_begin: whether a generator that has not begun is what the statements before a loop make again.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class Reach:
         named: Mapping[int, str] | None = None,
     ) -> None:
         self._named = named
+        self.counted: Container[int] = ()
+        self.may_begin = False
         self._carried = sorted(carried)
         self._members, self._pops = frozenset(members), pops
         self._sets = frozenset(sets)
@@ -91,6 +97,7 @@ class Reach:
         if carried is None:
             carried = {name: scopes[0].get(name, main.get(name)) for name in self._carried}
         walk.carried = frozenset(carried)
+        walk.counted, walk.may_begin = self.counted, self.may_begin
         for name, value in carried.items():
             walk.share(name, value)
         for number, thing in enumerate(self._kept):

@@ -10,6 +10,7 @@ import datetime as dt
 import decimal
 import enum
 import functools
+import inspect
 import io
 import logging
 import os
@@ -20,7 +21,7 @@ import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ from holdfast.adapters.zero_lines.reach.attributes import (
     slots_of,
 )
 from holdfast.adapters.zero_lines.reach.look import (
+    ENDED,
     Leaf,
     Look,
     Owner,
@@ -162,6 +164,10 @@ class Walk:
         self.found = Look()
         self.hidden = hidden
         self.carried: frozenset[str] = frozenset()
+        self.counted: Container[
+            int
+        ] = ()  # generators that come to where they are when items are counted, by their `id`
+        self.may_begin = False  # whether a generator that has not begun is what a restart makes again
         self._local = local
         self._is_users = is_users
         self._kept = {id(thing) for thing in kept}
@@ -431,8 +437,7 @@ class Walk:
         elif is_progress_bar(value):
             return
         elif is_iterator(value) or isinstance(value, io.IOBase):
-            if asks:
-                self.found.unsure.append((path, kind.__qualname__))
+            self._iterator(path, value, asks, hold)
         elif isinstance(value, Dataset | Sampler):
             self._instance(path, value, within)
         elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users_object(value):
@@ -440,6 +445,21 @@ class Walk:
             self._instance(path, value, asks)
         elif not isinstance(value, STANDING):
             self._of_library(path, value, asks, hold)
+
+    def _iterator(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
+        """Looks at what has a next item: a generator that has ended has none, and one that a loop goes over is counted there."""
+        if type(value) is types.GeneratorType and value.gi_frame is None:
+            self.found.fixed[path] = ENDED
+            self.found.kinds[ENDED] = types.GeneratorType
+            if hold[0] in self.found.owners:
+                self.found.born[path] = (ENDED, *hold)
+        elif type(value) is types.GeneratorType and hold[0] in self.found.owners and self._begins(value):
+            self.found.begins[path] = value
+        elif asks and id(value) not in self.counted:
+            self.found.unsure.append((path, type(value).__qualname__))
+
+    def _begins(self, value: types.GeneratorType[Any, Any, Any]) -> bool:
+        return self.may_begin and inspect.getgeneratorstate(value) == inspect.GEN_CREATED
 
     def _note_born(self, path: str, value: Any, hold: tuple[str, str | int]) -> None:
         """Notes an object of which another one with the same attributes can be made and put in its place."""

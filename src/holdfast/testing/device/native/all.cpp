@@ -1,6 +1,7 @@
 // Everything in one piece: the headers of PyTorch are read once, which is most of the work of the compiler.
 
 #include "aten/allocator.cpp"
+#include "aten/attention.cpp"
 #include "aten/autocast.cpp"
 #include "aten/copies.cpp"
 #include "aten/generator.cpp"
