@@ -57,6 +57,25 @@ def untouched(script: Path) -> Callable[[Task], list[str]]:
     return start
 
 
+def folds_end_as_in_plain_python(script: Path, place: Path) -> None:
+    """A script that trains several times ends under `holdfast run` with zero lines as it does alone."""
+    single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    environment = {**os.environ, **SOURCE, **single}
+    run = [*launching(1), "--max-restarts", "0", "--checkpoint-dir", str(place / "root")]
+    ended = []
+    with Workshop(place):
+        for name, start in (("alone", [sys.executable, "-W", "ignore"]), ("kept", run)):
+            command = [*start, str(script), str(place / name)]
+            runtime = {"HOLDFAST_RUNTIME_DIR": str(place / "runtime")}
+            done = subprocess.run(
+                command, env=environment | runtime, capture_output=True, text=True, timeout=250, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            ended.append((place / name).read_text())
+    assert ended[0] == ended[1]
+    assert done.stderr.count("has trained before") == 1
+
+
 def warm(*args: Any, **options: Any) -> forked.Popen:
     """Starts a launcher from a process that has imported torch, and its children too."""
     return forked.Popen(*args, **options, warm_children=True)

@@ -46,10 +46,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "compiled": {},
     "mixed": {},
     "plateau": {},
+    "others": {},
 }
 # Batches of a step, and most steps.
 NUMBERS = {"every batch": {"batches": 1}, "odd": {"batches": 3}, "limit": {"most": 7}}
-EVALUATED = ("evaluates", "stops", "best", "limit", "plateau", "compiled")
+EVALUATED = ("others", "evaluates", "stops", "best", "limit", "plateau", "compiled")
 PATIENT = ("stops", "plateau")  # those that end when three evaluations were no better
 
 
@@ -81,6 +82,17 @@ class Stream(torch.utils.data.IterableDataset):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.place = state["place"]
+
+
+class Buckets(torch.utils.data.Sampler):  # type: ignore[type-arg]
+    """Whole batches, in an order that is drawn from the process's random numbers."""
+
+    def __len__(self) -> int:
+        return ROWS // BATCH
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in torch.randperm(len(self)).tolist():
+            yield list(range(first * BATCH, (first + 1) * BATCH))
 
 
 class Best:
@@ -118,6 +130,8 @@ def made(plan: str) -> list[Any]:
     own = torch.Generator().manual_seed(5) if plan == "generator" else None
     shuffled = {} if plan == "stream" else {"shuffle": True, "generator": own, "num_workers": 2 * (plan == "workers")}
     loader: Any = torch.utils.data.DataLoader(Stream() if plan == "stream" else Rows(), batch_size=BATCH, **shuffled)
+    if plan == "others":
+        loader = torch.utils.data.DataLoader(Rows(), batch_sampler=Buckets())
     checks: Any = torch.utils.data.DataLoader(Rows(7), batch_size=2 * BATCH)
     models: list[Any] = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2)) for _ in range(2)]
     optimizers = [torch.optim.AdamW(models[0].parameters(), 1e-2), torch.optim.SGD(models[1].parameters(), 1e-5)]
@@ -148,6 +162,7 @@ class Loop:
         )  # fmt: skip
         prepared = self.accelerator.prepare(*made(self.plan))
         self.first, self.second, *self.optimizers, self.scheduler, self.loader, self.checks = prepared
+        self.beside = self.accelerator.prepare(torch.utils.data.DataLoader(Rows(3), batch_size=BATCH, shuffle=True))
         self.best = Best()
         self.accelerator.register_for_checkpointing(self.best)
         self.accelerator.register_save_state_pre_hook(lambda *_: self.reached("within", self.step + 1))
@@ -183,8 +198,11 @@ class Loop:
     def rest_of_epoch(self) -> Any:
         done = self.batches * (self.step % self.accumulated)
         if not done or PLANS[self.plan].get("use_stateful_dataloader", False):
-            return self.loader
-        return self.accelerator.skip_first_batches(self.loader, done)
+            return self.loader if self.plan != "others" else map(torch.cat, zip(self.loader, self.beside, strict=False))
+        rest = self.accelerator.skip_first_batches(self.loader, done)
+        if self.plan != "others":
+            return rest
+        return map(torch.cat, zip(rest, self.accelerator.skip_first_batches(self.beside, done), strict=False))
 
     def train(self, batch: torch.Tensor) -> None:
         with self.accelerator.accumulate(self.first, self.second), self.seen.open("a") as file:
@@ -220,6 +238,8 @@ class Loop:
             self.reached("eval", self.step + 1)
             with torch.no_grad():  # with dropout, so that it draws
                 total += (self.second(self.first(batch / ROWS)) - batch).square().mean()
+            if self.plan == "others":  # an evaluation that is broken off
+                break
         return float(self.accelerator.gather(total).sum()) + 1e3 * (self.plan == "stops") * self.step
 
     def reached(self, moment: str, step: int) -> None:

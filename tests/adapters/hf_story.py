@@ -22,6 +22,7 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
+import numpy as np
 import torch
 from story_server import serve
 from story_strike import Strike
@@ -69,6 +70,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "plateau": {**each(2, "eval", "logging"), "save_strategy": "no", "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0}, "metric_for_best_model": "loss"},
     "compiled": {**each(3, "eval", "logging"), "save_strategy": "no", "torch_compile": True, "torch_compile_backend": "eager"},
     "job": {**each(2, "eval", "save"), **each(1, "logging"), **BEST, "gradient_accumulation_steps": 2, "num_train_epochs": 4, "lr_scheduler_type": "cosine", "warmup_steps": 2, "dataloader_num_workers": 1, "save_total_limit": 2},
+    "cut": {**each(3, "eval", "logging"), "save_strategy": "no", "num_train_epochs": 4},
+    "short": {**each(3, "eval", "logging"), "save_strategy": "no"},
+    "thaws": {**each(3, "eval", "logging"), "save_strategy": "no"},
+    "loader": {**each(2, "eval", "logging"), "save_strategy": "no"},
     "draws": {**each(1, "save"), **each(2, "logging")},
     "plain": {**each(5, "logging"), "save_strategy": "no", "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 3, "label_smoothing_factor": 0.1},
 }  # fmt: skip
@@ -95,6 +100,13 @@ class Stream(torch.utils.data.IterableDataset):
         while True:
             yield from rows(number)
             number += ROWS
+
+
+class Short(torch.utils.data.IterableDataset):
+    """The same without a length that anybody tells, five batches of four."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield from rows(0)
 
 
 STRIKE = Strike()
@@ -189,14 +201,45 @@ class Asks(TrainerCallback):
         return control
 
 
+class Cuts(TrainerCallback):
+    """Ends two epochs before their data does, and logs a number of NumPy's."""
+
+    trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step in (3, 7)
+        if state.global_step == 4:
+            self.trainer.log({"mine": np.float32(1.5)})
+
+
+class Thaws(TrainerCallback):
+    """Trains the embedding from a step on, as scripts do it that know nothing of restarts."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        model.transformer.wte.requires_grad_(False)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if state.global_step == 4:
+            model.transformer.wte.requires_grad_(True)
+
+
 class Story(Trainer):
     """A subclass as people write them; `other` is a network of its own with an optimizer of its own."""
+
+    is_loader_own = False
 
     def __init__(self, *args: Any, two: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         torch.manual_seed(11)
         self.two, self.other = two, torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
         self.second = torch.optim.AdamW(self.other.parameters(), 1e-2)
+
+    def get_train_dataloader(self) -> Any:
+        if not self.is_loader_own:
+            return super().get_train_dataloader()
+        return torch.utils.data.DataLoader(
+            self.train_dataset, batch_size=4, shuffle=True, collate_fn=self.data_collator
+        )
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         loss = super().training_step(*args, **options)
@@ -246,13 +289,16 @@ def live(words: list[str]) -> None:
     counts, patience = Counts(), EarlyStoppingCallback(3)
     callbacks = [*([patience] if plan.get("load_best_model_at_end") else []), Kills()]
     callbacks += [Asks()] if options.plan == "hooks" else []
-    data = Stream() if options.plan == "stream" else rows(0)
+    cuts = Cuts()
+    callbacks += {"cut": [cuts], "thaws": [Thaws()]}.get(options.plan, [])
+    data = {"stream": Stream(), "short": Short()}.get(options.plan) or rows(0)
     two = options.plan == "two"
     collator = masked if options.plan == "draws" else default_data_collator
     trainer = Story(
         GPT2LMHeadModel(config), arguments, data_collator=collator, train_dataset=data, eval_dataset=rows(ROWS),
         callbacks=callbacks, two=two,
     )  # fmt: skip
+    cuts.trainer, trainer.is_loader_own = trainer, options.plan == "loader"
     more = {"other": trainer.other, "second": trainer.second} if two else {}
     trainer = keep(trainer, options.root, every=options.every, **more)
     trainer.add_callback(counts)  # behind holdfast's own
@@ -260,12 +306,13 @@ def live(words: list[str]) -> None:
     result = trainer.train(resume_from_checkpoint=resume)
     reached("over", trainer.state.global_step)
     history = [
-        {name: value for name, value in entry.items() if not name.endswith(MADE_BY_TIME)}
+        {name: float(value) for name, value in entry.items() if not name.endswith(MADE_BY_TIME)}
         for entry in trainer.state.log_history
     ]
-    states = [trainer.optimizer.optimizer.state, *([trainer.second.state] if two else [])]
+    optimizers = [trainer.optimizer.optimizer, *([trainer.second] if two else [])]
+    every = [(one.state, each) for one in optimizers for group in one.param_groups for each in group["params"]]
     moments = [
-        tensor for of in states for per in of.values() for _, tensor in sorted(per.items()) if torch.is_tensor(tensor)
+        tensor for of, each in every if each in of for _, tensor in sorted(of[each].items()) if torch.is_tensor(tensor)
     ]
     facts = {
         "step": trainer.state.global_step, "last": counts.last, "parameters": digest(list(trainer.model.parameters())), "optimizer": digest(moments),

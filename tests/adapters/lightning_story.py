@@ -25,10 +25,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.loggers.logger import Logger
@@ -57,6 +61,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "own": {"max_epochs": 2, "limit_train_batches": 7},
     "job": {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 5},
     "compiled": {"max_epochs": 2, "val_check_interval": 5},
+    "by epoch": {"max_epochs": 3, "val_check_interval": 5},
+    "swa": {"max_epochs": 4},
+    "groups": {"max_epochs": 3, "val_check_interval": 5},
+    "own order": {"max_epochs": 3, "val_check_interval": 5},
+    "cuts": {"max_epochs": 3, "val_check_interval": 4},
+    "finds": {"max_epochs": 2, "val_check_interval": 5},
     "endless": {"max_epochs": 3, "limit_train_batches": 6, "limit_val_batches": 0},
 }
 
@@ -92,7 +102,9 @@ class Data(LightningDataModule):
         if self.plan == "endless":  # no position, but a generator of its own
             own = torch.Generator().manual_seed(5)
             return torch.utils.data.DataLoader(rows, batch_size=BATCH, shuffle=True, generator=own)
-        return StatefulDataLoader(rows, batch_size=BATCH, shuffle=True, num_workers=2 * (self.plan == "workers"))
+        own = torch.Generator().manual_seed(5) if self.plan == "own order" else None
+        workers = 2 * (self.plan == "workers")
+        return StatefulDataLoader(rows, batch_size=BATCH, shuffle=True, generator=own, num_workers=workers)
 
     def val_dataloader(self) -> Any:
         rows = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(99))
@@ -119,7 +131,7 @@ class Model(LightningModule):
         if plan == "compiled":
             self.body = torch.compile(self.body, backend="eager")
         self.register_buffer("mean", torch.zeros(WIDTH, 16).T.contiguous())
-        self.seen = 0.0
+        self.seen, self.lr = 0.0, 1e-2
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         return (self.other(self.body(batch)) - batch.roll(1, 1)).square().mean()
@@ -139,6 +151,9 @@ class Model(LightningModule):
             second.step()
         return None
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.plan == "cuts" and batch_idx == 7 and self.trainer.current_epoch % 2 == 0 else None
+
     def on_train_batch_end(self, *_: Any) -> None:
         self.mean.lerp_(next(self.body.parameters()).detach(), 0.3)  # an average, of the weights behind each step
 
@@ -157,7 +172,7 @@ class Model(LightningModule):
     def configure_optimizers(self) -> Any:
         if "manual" in self.plan:
             return [torch.optim.AdamW(self.body.parameters(), 1e-2), torch.optim.SGD(self.other.parameters(), 1e-2)]
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        optimizer = torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], self.lr)
         if self.plan == "plateau":
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
@@ -221,6 +236,17 @@ class Counts(Callback):
         self.by_hook = checkpoint["by hook"]
 
 
+class Thaws(BaseFinetuning):
+    """A group of the optimizer that comes with the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.body)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.body, optimizer, lr=1e-3)
+
+
 class Saves(ModelCheckpoint):
     """Lightning's own saves."""
 
@@ -267,6 +293,14 @@ def callbacks_of(plan: str, options: argparse.Namespace) -> list[Any]:
         return [EarlyStopping("val", patience=9), best, EMAWeightAveraging(), LearningRateMonitor()]
     if plan == "average":
         return [WeightAveraging(use_buffers=False)]
+    by_epoch = {
+        "by epoch": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
+        "swa": lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=2, annealing_epochs=2),
+        "groups": Thaws,
+        "finds": lambda: LearningRateFinder(num_training_steps=6),
+    }
+    if plan in by_epoch:
+        return [by_epoch[plan]()]
     return []
 
 
@@ -300,9 +334,9 @@ def live(words: list[str]) -> None:
         **PLANS[options.plan],
     )  # fmt: skip
     trainer.fit(model, data, ckpt_path=options.resume)
-    state = [one.state for one in trainer.optimizers]
+    every = [(one.state, each) for one in trainer.optimizers for group in one.param_groups for each in group["params"]]
     moments = [
-        tensor for of in state for per in of.values() for _, tensor in sorted(per.items()) if torch.is_tensor(tensor)
+        tensor for of, each in every if each in of for _, tensor in sorted(of[each].items()) if torch.is_tensor(tensor)
     ]
     own = options.facts.with_suffix(".own")
     facts = {

@@ -67,6 +67,8 @@ MATRIX = {
     "mixed": "begin:3 part:4 step:5 begin:6 step:8 epoch:10 step:15",
     "plateau": "begin:3 eval:4 step:4 step:5 eval:6 begin:7 eval:10 step:12 over:12",
 }
+# One rank: two loaders side by side, batches by a sampler of the script's own, an evaluation that is broken off.
+MORE = {"others": "begin:2 part:3 eval:4 step:4 begin:5 step:5 part:7 step:8 epoch:10 begin:11 step:15"}
 # Where the order comes from, what two ranks come to, and who is killed there.
 TWO = [
     ("process", "step:4", 0), ("generator", "step:8", -1), ("seedable", "step:8", -1), ("stateful", "step:8", -1),
@@ -84,7 +86,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
         yield made
 
 
-@pytest.mark.parametrize(("plan", "moment"), drawn(MATRIX, 6))
+@pytest.mark.parametrize(("plan", "moment"), [*drawn(MATRIX, 6), *drawn(MORE, 0)])
 def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
     assert lives.undisturbed(plan)["step"] >= 7
     facts, told = lives.killed(plan, moment)

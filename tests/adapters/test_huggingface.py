@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from doors_kit import SOURCE, launching, starter, untouched, workshops
+from doors_kit import SOURCE, folds_end_as_in_plain_python, launching, starter, untouched, workshops
 from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
 
 WORKER = Path(__file__).with_name("hf_worker.py")
@@ -54,6 +54,10 @@ def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(tmp_path: Path) -> Non
     door = Door(untouched(WORKER.with_name("hf_zero_script.py")), steps=6)
     with Workshop(tmp_path) as made:
         CHECKS["killed_in_the_middle_it_goes_on_bit_for_bit"](door, made)
+
+
+def test_folds_that_know_nothing_of_holdfast_each_train(tmp_path: Path) -> None:
+    folds_end_as_in_plain_python(WORKER.with_name("hf_folds.py"), tmp_path)
 
 
 @pytest.mark.parametrize(

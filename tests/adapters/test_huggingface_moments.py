@@ -48,6 +48,15 @@ MATRIX = {
     "plain": "begin:1 begin:4 log:5 epoch:5 begin:5 begin:6 epoch:10 end:13 over:13",
 }
 
+# One rank: epochs that end before their data does, data that ends where nobody says, a layer that is trained from a step on, a loader
+# of the script's own.
+MORE = {
+    "cut": "begin:2 epoch:3 begin:3 begin:5 epoch:7 step:8 begin:9 begin:14 end:17",
+    "short": "begin:3 begin:5 step:6 begin:7 eval:9 begin:12 end:13",
+    "thaws": "begin:3 step:4 begin:4 begin:8 end:13",
+    "loader": "begin:3 begin:5 eval:6 begin:8 end:13",
+}
+
 # Of two ranks, three steps are an epoch: step 6 is evaluated and saved, and is the last of one. Before and in the evaluation, between
 # it and the save, in the save and behind it, in what is done for the epoch.
 AROUND = ["log:6", "eval:6", "evaluated:6", "saving:6", "saved:6", "epoch:6"]
@@ -59,7 +68,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
         yield made
 
 
-@pytest.mark.parametrize(("plan", "moment"), drawn(MATRIX, 4))
+@pytest.mark.parametrize(("plan", "moment"), [*drawn(MATRIX, 4), *drawn(MORE, 0)])
 def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
     facts, told = lives.killed(plan, moment)
     assert facts["starts"][0] > 0, told

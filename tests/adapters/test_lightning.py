@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from doors_kit import SOURCE, launching, starter, untouched, workshops
+from doors_kit import SOURCE, folds_end_as_in_plain_python, launching, starter, untouched, workshops
 from holdfast.adapters.lightning.checkpoint_io import checkpoint_io
 from holdfast.base.config import Config
 from holdfast.base.errors import VersionNotFound
 from holdfast.base.events import Events
+from holdfast.checkpoint.state.dataloader import OwnPlace, draws_itself
 from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
 from holdfast.tiers.storage.version_store import open_storage
 
@@ -80,6 +81,41 @@ def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(tmp_path: Path) -> Non
     door = Door(untouched(WORKER.with_name("lightning_zero_script.py")), steps=6)
     with Workshop(tmp_path) as made:
         CHECKS["killed_in_the_middle_it_goes_on_bit_for_bit"](door, made)
+
+
+def test_folds_that_know_nothing_of_holdfast_each_train(tmp_path: Path) -> None:
+    folds_end_as_in_plain_python(WORKER.with_name("lightning_folds.py"), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 0), (1, 2), (1, 5)])
+def test_a_stateful_loader_with_a_generator_of_its_own_keeps_the_order_of_later_epochs(
+    workers: int, epoch: int, batch: int
+) -> None:
+    """Beside the plain Checkpointer. Epochs have six batches; without workers torchdata begins the epoch again for its place."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def made() -> tuple[Any, OwnPlace]:
+        own = torch.Generator().manual_seed(1)
+        loader = StatefulDataLoader(range(12), batch_size=2, shuffle=True, generator=own, num_workers=workers)
+        assert draws_itself(loader)
+        return loader, OwnPlace(loader)
+
+    loader, place = made()
+    rows: list[Any] = []
+    state: dict[str, Any] = {}
+    for number in range(3):
+        for index, rows_of_one in enumerate(loader):
+            rows.append(rows_of_one.tolist())
+            if (number, index) == (epoch, batch):
+                state, had = place.state_dict(), len(rows)
+    again, place = made()
+    place.load_state_dict(state)
+    told: list[Any] = []
+    while len(told) < len(rows) - had:
+        told += [rows_of_one.tolist() for rows_of_one in again]
+    assert told == rows[had:]
 
 
 def checkpoint(step: int, fill: float) -> dict[str, Any]:

@@ -47,6 +47,16 @@ MATRIX = {
     # Without a position of its own the data begins anew within an epoch: between two only.
     "endless": "begin:7 begin:13 end:18",
 }
+# One rank: callbacks that change the trainer or its optimizer by the number of the epoch, a generator of the loader's own, a learning rate
+# that is found before the first step of each process.
+MORE = {
+    "by epoch": "begin:7 epoch:12 begin:14 val:17 begin:20 end:24",
+    "swa": "begin:7 epoch:12 begin:14 begin:26 epoch:36 begin:40 end:48",
+    "groups": "begin:7 epoch:12 begin:13 begin:20 begin:30 end:36",
+    "own order": "begin:4 val:5 begin:7 epoch:12 begin:14 begin:30",
+    "cuts": "begin:4 epoch:7 begin:7 begin:11 val:15 begin:21 end:26",
+    "finds": "begin:4 val:10 begin:14 end:24",
+}
 ANYWHERE = {plan: moments for plan, moments in MATRIX.items() if plan != "endless"}
 OWN = "own"  # files that Lightning wrote: one that it had not told us of may be left
 
@@ -63,7 +73,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
         yield made
 
 
-@pytest.mark.parametrize(("plan", "moment"), drawn(MATRIX, 8))
+@pytest.mark.parametrize(("plan", "moment"), [*drawn(MATRIX, 8), *drawn(MORE, 0)])
 def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
     facts, told = lives.killed(plan, moment)
     assert facts["starts"][0] > 0, told

@@ -405,6 +405,27 @@ def test_what_lasts_is_looked_up_once_and_what_is_fresh_at_every_save() -> None:
         del view
 
 
+def test_what_was_made_anew_while_another_slot_had_its_turn_is_copied_too() -> None:
+    """Sources are found once for all slots: what changed at any save since a slot's last one is put in."""
+    state = gathered({name: torch.randn(40) for name in ("a", "b", "c")})
+    structure = structure_of(state)
+    plan = structure.plan(structure.encode(state))
+    split = Split(tuple(range(len(plan.parts))), ())
+    with slot_of(1 << 20) as one, slot_of(1 << 20) as other:
+        views = [SlotView(slot, plan) for slot in (one, other)]
+        rows = dict(state.tensors)
+        for number, name in enumerate(["", "a", "b", "b", "", "c", "a"]):
+            if name:
+                rows[name] = live(name, torch.full((40,), float(number)))
+            for most in (64, 1 << 20):
+                now, _ = views[number % 2].assign(rows, split)
+                for batch in now.batches(most):
+                    copy_plan.copy(batch.targets, batch.sources)
+                for part, target in zip(plan.parts, views[number % 2].targets, strict=True):
+                    assert torch.equal(target, rows[part.name].local), f"{part.name} at save {number}"
+        del views, now, batch, target
+
+
 def test_a_source_elsewhere_or_of_another_part_is_not_put_in() -> None:
     targets, sources = [torch.zeros(4) for _ in range(3)], [torch.ones(4) for _ in range(3)]
     copies = Copies.of(targets, sources, (0, 2))

@@ -59,6 +59,7 @@ class _Beginning:
         self._sampler = _sampler_of(loader)
         self._then: dict[str, Any] = {}
         self._resumed: dict[str, Any] | None = None
+        self._is_left = False  # who read it stopped before its end, of which Accelerate hears nothing
         if self._sampler is not None:
             self._sampler.__class__ = _telling(type(self._sampler))
             self._sampler.holdfast_begins = self.rows
@@ -116,6 +117,7 @@ class _Beginning:
     def rows(self, make: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """Yield what the sampler draws, in an epoch that begins now or went on elsewhere."""
         resumed, self._resumed = self._resumed, None
+        self._is_left = False
         generator = self._generator()
         if resumed is not None and "random" in resumed:
             ProcessRandomness().load_state_dict(resumed["random"])
@@ -126,18 +128,22 @@ class _Beginning:
         first = list(itertools.islice(rows, 1))  # data that nobody lists have None for every row
         if resumed is not None:
             ProcessRandomness().load_state_dict(resumed["now"])
-        yield from first
-        yield from rows
+        try:
+            yield from first
+            yield from rows
+        except GeneratorExit:
+            self._is_left = True
+            raise
         reading = self._reading()
         if reading is not None and reading is not self._loader:  # one that skips, which counts for itself alone
             self._loader.iteration = reading.iteration + 1
 
     def _reading(self) -> Any:
-        """The loader that is being read now, if it is this one or one that skips batches of it."""
-        active = self._gradients.active_dataloader
-        if active is None or self._sampler is None:
-            return active if active is self._loader else None
-        return active if _sampler_of(active) is self._sampler else None
+        """This loader or one that skips batches of it, if it is being read now; several may be, side by side or in each other."""
+        for each in () if self._is_left else reversed(self._gradients.dataloader_references):
+            if each is not None and (each is self._loader or (self._sampler and _sampler_of(each) is self._sampler)):
+                return each
+        return None
 
     def _generator(self) -> torch.Generator | None:
         found = getattr(self._sampler, "generator", None)
@@ -167,11 +173,13 @@ def _state_of(generator: torch.Generator | None) -> torch.Tensor | None:
 
 
 def _sampler_of(loader: Any) -> Any:
-    """Returns the sampler of single rows below whatever stands around it; None for data without one."""
+    """Returns the sampler of single rows below whatever stands around it, or of batches that the script wrote; None for data without one."""
     sampler: Any = getattr(loader, "batch_sampler", None)
     if sampler is None:  # batches that a sampler in the place of one for rows makes
         sampler = getattr(loader, "sampler", None)
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
     found = getattr(sampler, "sampler", None)
+    if not isinstance(found, torch.utils.data.Sampler):
+        found = sampler
     return found if isinstance(found, torch.utils.data.Sampler) else None

@@ -19,27 +19,30 @@ of TRL are such trainers; what they count besides is kept too (`trl_attributes`)
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.adapters.accelerate_loaders import Loaders
 from holdfast.adapters.dcp.peek import newest
-from holdfast.adapters.options import checked
+from holdfast.adapters.options import AGAIN, checked
 from holdfast.adapters.trl_attributes import Attributes, is_of_trl, moving_reference
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.entries.trained_parameters import Trained
 from holdfast.checkpoint.job import collectives
 from holdfast.core.model import Version
 
@@ -103,6 +106,7 @@ def wrap(accelerator: Any, root: str | os.PathLike[str], **options: Any) -> Chec
         )
     if not accelerator._models:
         raise UsageError("the accelerator has prepared no model", remedy="call accelerator.prepare(...) before wrap")
+    _tell_what_is_late(accelerator)
     objects = dict(options)
     objects.setdefault("model", _one(accelerator._models))
     objects.setdefault("optimizer", _one([_bare(each, "optimizer") for each in accelerator._optimizers]))
@@ -116,6 +120,23 @@ def wrap(accelerator: Any, root: str | os.PathLike[str], **options: Any) -> Chec
     if accelerator._custom_objects:
         objects.setdefault("custom", list(accelerator._custom_objects))
     return Checkpointer(root, **objects)
+
+
+def _tell_what_is_late(accelerator: Any) -> None:
+    """Warn of what is prepared or registered from now on: the Checkpointer that is about to be made does not have it."""
+    for name in ("prepare", "register_for_checkpointing"):
+        method = functools.partial(getattr(type(accelerator), name), accelerator)
+        vars(accelerator)[name] = functools.partial(_late, accelerator, name, method)
+
+
+def _late(accelerator: Any, name: str, method: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    vars(accelerator).pop(name, None)
+    if accelerator._models:  # else everything was given free, and begins anew
+        kinds = ", ".join(type(each).__name__ for each in given)
+        logger.warning(
+            "accelerator.%s(%s) came behind holdfast's wrap, and is not kept: call wrap behind it", name, kinds
+        )
+    return method(*given, **options)
 
 
 def _parameters(model: Any) -> Iterator[str]:
@@ -139,12 +160,31 @@ class _Keeping:
         self._random: dict[str, Any] | None = None
         self._place: tempfile.TemporaryDirectory[str] | None = None
         self._in_epoch = True  # no epoch has ended since the last step
+        self._epochs = _Epochs()
+        self._trained: Trained | None = None
         self._reported = 0  # the trainer's count of steps when it was reported last
         self._stopped = False  # the version that was found is one behind which the trainer stopped
         self._spent_s = 0.0  # seconds of training in processes before this one
         self._trains = True  # the mode that the model was left in
         self._began_s = 0.0
+        self._rests = False  # this call of `train` is not kept
+        self.turn: Callable[[], bool] | None = None  # asked at each call of `train` whether it is to be kept
         self.checkpointer: Checkpointer | None = None
+
+    def rests(self, trial: Any) -> bool:
+        """Return whether this call of `train` is the trainer's own affair, and say so.
+
+        Trials of a search are trainings of their own: to go on with the version of one in the next would be wrong.
+        """
+        self.leave()
+        self._rests = True
+        if trial is not None:
+            logger.warning("a trial of a hyperparameter search is not kept: a restart begins the search anew")
+        elif self.turn is not None and not self.turn():
+            logger.warning(AGAIN, type(self._trainer).__name__, self.root, "keep(trainer, path)")
+        else:
+            self._rests = False
+        return self._rests
 
     def place(self) -> str | None:
         """A directory with the state of the trainer in the newest version, as it asks for; None on a first start."""
@@ -189,6 +229,7 @@ class _Keeping:
 
     def _placed(self, version: Version, saved: _Saved) -> str:
         self._version, self._stopped = version, saved.stopped
+        self._epochs = _Epochs(saved.epochs)
         self._place = tempfile.TemporaryDirectory(prefix="holdfast-trainer-")
         with open(os.path.join(self._place.name, STATE_FILE), "w", encoding="utf-8") as file:
             file.write(saved.state)
@@ -200,6 +241,8 @@ class _Keeping:
 
     def begin(self) -> None:
         """Everything is wrapped and nothing is trained: fills it with the version."""
+        if self._rests:
+            return
         trainer = self._trainer
         objects = {
             "model": trainer.model_wrapped,
@@ -211,6 +254,7 @@ class _Keeping:
             **self._options,
         }
         self._spent_s, self._began_s = 0.0, time.monotonic()
+        self._trained = Trained(trainer.model)
         self.checkpointer = Checkpointer(self.root, config=self._config, **objects)
         start = self.checkpointer.restore(self._version, fresh=self._version is None)
         if self._version is not None and start != trainer.state.global_step:
@@ -232,12 +276,17 @@ class _Keeping:
             "spent_s": spent_s,
             "stopped": bool(self._trainer.control.should_training_stop),
             "trains": bool(self._trainer.model.training),
+            "epochs": self._epochs.state(self._trainer, ended=not self._in_epoch),
+            "trained": self._trained.state_dict() if self._trained is not None else {},
         }
 
     def count_on(self, state: Mapping[str, Any]) -> None:
         """The other way; versions of before do not say it."""
         self._spent_s = float(state.get("spent_s", 0.0))
         self._trains = bool(state.get("trains", True))
+        self._epochs.count_on(state.get("epochs", {}))
+        if self._trained is not None:
+            self._trained.load_state_dict(state.get("trained") or {"changed": []})
 
     @property
     def spent_s(self) -> float:
@@ -279,6 +328,11 @@ class _Keeping:
         """The trainer is about to do what it does for an epoch; or for a step."""
         self._in_epoch = not ended
 
+    def step_begins(self) -> None:
+        """All that the script does before the first step is done."""
+        if self._trained is not None:
+            self._trained.change()
+
     def random(self) -> None:
         """The batches that were trained are skipped: random numbers go on where they were."""
         if self._random is not None:
@@ -298,7 +352,17 @@ class _Keeping:
         if self._place is not None:
             self._place.cleanup()
             self._place = None
-        self._version, self._stopped = None, False
+        self._version, self._stopped, self._trained = None, False, None
+        self._epochs, self._in_epoch = _Epochs(), True
+
+    def epochs(self, began: tuple[int, int], steps_in_epoch: Any) -> tuple[int, int]:
+        """Return whole epochs and batches of the one behind them that are trained; the trainer's answer is `began`."""
+        return self._epochs.begin(self._trainer, began, steps_in_epoch)
+
+    def epoch_begins(self, epoch: Any) -> None:
+        """The trainer is about to ask for the data of an epoch."""
+        if self.checkpointer is not None:
+            self._epochs.data_begins(self._trainer, epoch)
 
     def callback(self) -> Any:
         """The trainer's callback."""
@@ -311,6 +375,9 @@ class _Keeping:
 
             def on_train_begin(self, *_: Any, **__: Any) -> None:
                 keeping.begin()
+
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                keeping.step_begins()
 
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 keeping.epoch(ended=False)
@@ -331,6 +398,8 @@ class _Kept:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         kept = self.holdfast
+        if kept.rests(args[0] if args else options.get("trial")):
+            return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         place = kept.place() if resume_from_checkpoint is None else kept.given(resume_from_checkpoint)
         return super().train(place, *args, **options)  # type: ignore[misc]
 
@@ -349,13 +418,17 @@ class _Kept:
     def _init_training_state(self, steps: Any, steps_in_epoch: Any, epochs: Any, *args: Any, **options: Any) -> Any:
         began = super()._init_training_state(steps, steps_in_epoch, epochs, *args, **options)  # type: ignore[misc]
         if not self.holdfast.is_over:
-            return began
+            return self.holdfast.epochs(began, steps_in_epoch)
         logger.warning(
             "the training in %s ended with step %d: nothing is trained",
             self.holdfast.root,
             self.state.global_step,  # type: ignore[attr-defined]
         )
         return epochs, 0  # none of them is begun
+
+    def _run_epoch(self, *args: Any, **options: Any) -> Any:
+        self.holdfast.epoch_begins(options.get("epoch"))
+        return super()._run_epoch(*args, **options)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
@@ -372,6 +445,73 @@ class _Kept:
         return super()._finalize_training(trial, num_train_samples, start_time - self.holdfast.spent_s)  # type: ignore[misc]
 
 
+class _Epochs:
+    """Tells where the trainer is in its epochs, which its count of steps alone does not say.
+
+    An epoch may end before its data does (`should_epoch_stop`), and data that tells no length ends where it ends. So the epoch is
+    kept, the batches of it that were trained, and the random numbers that it began with, from which a loader of the script's
+    own draws its order.
+
+    Args:
+        saved: what the version says; empty if there is none, or one of before.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+        self._saved = dict(saved or {})
+        self._epoch, self._first, self._length = 0, 0, 0
+        self._random: dict[str, Any] = {}
+        self._goes_on = False
+        self._is_told = False  # the trainer says which epoch begins
+
+    def begin(self, trainer: Any, began: tuple[int, int], length: Any) -> tuple[int, int]:
+        """Return whole epochs and batches of the one behind them that are trained.
+
+        The trainer's own answer stands where the script has other data or another batch than the run that saved.
+        """
+        saved, self._length = self._saved, int(length)
+        epochs, batches = began
+        goes_on = bool(saved) and not trainer.args.ignore_data_skip
+        if goes_on and saved.get("of") == self._of(trainer):
+            epochs, batches = saved["epoch"], saved["steps"] * trainer.args.gradient_accumulation_steps
+            self._goes_on = batches > 0
+        self._epoch = epochs
+        self._first = trainer.state.global_step - batches // trainer.args.gradient_accumulation_steps
+        return epochs, batches
+
+    def count_on(self, state: Mapping[str, Any]) -> None:
+        """Everything is restored, tensors too."""
+        self._saved["random"] = state.get("random") or {}
+
+    def data_begins(self, trainer: Any, epoch: Any) -> None:
+        """An epoch's data is about to be asked for; that of one which was broken off begins as it did then."""
+        self._is_told = epoch is not None
+        if self._goes_on and self._saved["random"]:
+            self._random = self._saved["random"]
+            ProcessRandomness().load_state_dict(self._random)
+        else:
+            if epoch != self._epoch:
+                self._epoch, self._first = epoch, trainer.state.global_step
+            self._random = ProcessRandomness().state_dict()
+        self._goes_on = False
+
+    def state(self, trainer: Any, *, ended: bool) -> dict[str, Any]:
+        """Return the place behind the last step; nothing of a trainer that does not say which epoch begins."""
+        if not self._is_told:
+            return {}
+        steps = 0 if ended else trainer.state.global_step - self._first
+        return {
+            "epoch": self._epoch + ended,
+            "steps": steps,
+            "random": self._random if steps else {},
+            "of": self._of(trainer),
+        }
+
+    def _of(self, trainer: Any) -> list[int]:
+        """Return what the numbers count: data without a length has as many steps in an epoch as there are at most."""
+        sized = self._length != trainer.state.max_steps
+        return [self._length if sized else 0, trainer.args.gradient_accumulation_steps, trainer._train_batch_size]
+
+
 def _of_trl(trainer: Any) -> dict[str, Any]:
     """Return what a trainer of TRL has besides; nothing of it is part of versions of other trainers."""
     reference = moving_reference(trainer)
@@ -384,16 +524,25 @@ class _Counts:
     def __init__(self, trainer: Any, keeping: _Keeping) -> None:
         self._trainer = trainer
         self._keeping = keeping
+        self._told = {"stateful_callbacks"}  # objects, of which the states are kept
+
+    def _tell(self, names: set[str]) -> None:
+        if left := sorted(names - self._told):
+            logger.warning(
+                "the trainer's state has %s, which cannot be written as JSON: a restart has it not", ", ".join(left)
+            )
+        self._told |= names
 
     def state_dict(self) -> dict[str, Any]:
         """The state as the text of its own file, and the counts."""
         state = self._trainer.state
         kept = {name: value for name, value in vars(state).items() if _is_plain(value)}
+        self._tell(vars(state).keys() - kept.keys())
         states = _states(self._exportable())
         if _is_plain(states):
             kept["stateful_callbacks"] = states
         counted = {name: getattr(self._trainer, name) for name in _COUNTED if hasattr(self._trainer, name)}
-        return {"state": json.dumps(kept, sort_keys=True), **counted, **self._keeping.counted()}
+        return {"state": json.dumps(kept, sort_keys=True, default=_number), **counted, **self._keeping.counted()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The trainer has read its state from the file already; callbacks and counts are put back."""
@@ -459,11 +608,13 @@ class _Saved:
         state: the text of the trainer's state.
         run: the launch that saved it; empty if it does not say.
         stopped: whether the trainer stopped behind this step.
+        epochs: where it was in its epochs; empty if it does not say.
     """
 
     state: str
     run: str
     stopped: bool
+    epochs: Mapping[str, Any]
 
 
 def _saved(values: Mapping[str, Any], rank: int) -> _Saved:
@@ -471,7 +622,8 @@ def _saved(values: Mapping[str, Any], rank: int) -> _Saved:
     for name in (f"rank{rank}/trainer", "trainer", "rank0/trainer"):
         if name in values:
             of = values[name]
-            return _Saved(str(of["state"]), str(of.get("run", "")), bool(of.get("stopped", False)))
+            epochs = of.get("epochs", {})
+            return _Saved(str(of["state"]), str(of.get("run", "")), bool(of.get("stopped", False)), epochs)
     raise UsageError(
         "the version was not saved by a transformers.Trainer", remedy="choose another path, or the door that saved it"
     )
@@ -479,10 +631,17 @@ def _saved(values: Mapping[str, Any], rank: int) -> _Saved:
 
 def _is_plain(value: Any) -> bool:
     try:
-        json.dumps(value)
+        json.dumps(value, default=_number)
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _number(value: Any) -> Any:
+    """A number of NumPy or torch, as a script logs it, as the plain one."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no number")
 
 
 def _bare(wrapped: Any, name: str) -> Any:

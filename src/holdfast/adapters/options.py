@@ -15,6 +15,12 @@ from holdfast.base.errors import UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.save.save_schedule import parse_cadence
 
+# Said of a training behind the one that a script is kept for: the class, the root, the line that keeps it.
+AGAIN = (
+    "this training is not kept: a %s of this script has trained before, and its versions are in %s. A restart makes this one "
+    "again from its beginning; %s with a path of its own keeps it"
+)
+
 
 def checked(root: object, options: Mapping[str, Any]) -> None:
     """Check root and options as far as that can be done before there is anything to save.

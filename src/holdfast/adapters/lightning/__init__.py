@@ -29,7 +29,7 @@ from typing import Any
 from holdfast.adapters.dcp.peek import newest
 from holdfast.adapters.lightning.hooks import FitHooks
 from holdfast.adapters.lightning.loops import Place
-from holdfast.adapters.options import checked
+from holdfast.adapters.options import AGAIN, checked
 from holdfast.base import config as settings
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
@@ -39,11 +39,12 @@ from holdfast.core.model import Version
 logger = logging.getLogger(__name__)
 
 
-def keeper(root: str | os.PathLike[str], **options: Any) -> Any:
+def keeper(root: str | os.PathLike[str], *, turn: Callable[[], bool] | None = None, **options: Any) -> Any:
     """The callback for a Trainer of `lightning` or `pytorch_lightning`.
 
     Args:
         root: directory or URL of the checkpoints, the same on every rank.
+        turn: asked at the beginning of each `fit` whether it is to be kept; default: each is.
         options: more arguments of `holdfast.Checkpointer`: `every`, `durable_every`, objects with `state_dict` by name.
 
     Raises:
@@ -51,7 +52,7 @@ def keeper(root: str | os.PathLike[str], **options: Any) -> Any:
     """
     checked(root, options)
     callbacks = _callbacks()
-    keeping = Keeping(root, options)
+    keeping = Keeping(root, options, turn)
 
     class HoldfastKeeper(callbacks.Callback):  # type: ignore[name-defined, misc]
         """Begins and ends; steps are told by the loops, behind all callbacks."""
@@ -85,9 +86,12 @@ def _callbacks() -> Any:
 class Keeping:
     """Does the callback's work; knows the trainer only by what it is asked with."""
 
-    def __init__(self, root: str | os.PathLike[str], options: dict[str, Any]) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], options: dict[str, Any], turn: Callable[[], bool] | None = None
+    ) -> None:
         self._root = root
         self._options = options
+        self._turn = turn
         self._random: dict[str, Any] | None = None
         self._place: Place | None = None
         self._fit: Any = None
@@ -107,6 +111,14 @@ class Keeping:
             logger.warning("%s is set: nothing is restored and nothing is saved", settings.DISABLE_VARIABLE)
             return
         self.failed(None)
+        if getattr(trainer, "fast_dev_run", False):
+            logger.warning(
+                "fast_dev_run: nothing is restored and nothing is saved, as with Lightning's own checkpoints"
+            )
+            return
+        if self._turn is not None and not self._turn():
+            logger.warning(AGAIN, type(trainer).__name__, self._root, "keeper(path)")
+            return
         self._place = place = Place(trainer)
         handed = FitHooks(trainer, own)
         objects = {
@@ -120,6 +132,8 @@ class Keeping:
         }
         asked_for = getattr(trainer, "ckpt_path", None)
         later = None if asked_for is None else self._later_than(trainer, asked_for)
+        if asked_for is None or later is not None:
+            self._put_groups_back(trainer)
         self.checkpointer = Checkpointer(self._root, **objects)
         start = self.checkpointer.restore(later, fresh=asked_for is not None and later is None)
         self._sigterm = signal.getsignal(signal.SIGTERM)
@@ -161,6 +175,20 @@ class Keeping:
         connector._restore_modules_and_callbacks = _nothing
         self._connector = connector
         return version
+
+    def _put_groups_back(self, trainer: Any) -> None:
+        """Let callbacks that add groups to the optimizers on the way (`BaseFinetuning`) add those that the newest version has."""
+        adds = [
+            each for each in trainer.callbacks if any(kind.__name__ == "BaseFinetuning" for kind in type(each).__mro__)
+        ]
+        if not adds:
+            return
+        found = newest(os.fspath(self._root), self._options.get("config") or settings.load(), _states_of_callbacks)
+        for callback in adds if found is not None else ():
+            state = found[1].get(callback.state_key) if found is not None else None
+            if state:
+                callback.load_state_dict(dict(state))
+                callback.on_fit_start(trainer, trainer.lightning_module)
 
     def _take_hold(self, fit: Any) -> None:
         """Stands behind what the loops do for a batch and for an epoch, and around the beginning of their data."""
@@ -214,6 +242,8 @@ class Keeping:
     def _run_starts(self, start: Callable[[], None]) -> None:
         start()
         if self._random is not None:
+            if self._place is not None:
+                self._place.run_starts()
             ProcessRandomness().load_state_dict(self._random)
 
     def _data_begins(self, begin: Callable[[Any], None], fetcher: Any) -> None:
@@ -268,6 +298,15 @@ def launch_of(values: Mapping[str, Any], rank: int) -> str:
         if name in values:
             return str(values[name].get("launch", ""))
     return ""
+
+
+def _states_of_callbacks(values: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """Return what callbacks handed out for a version, by their keys; empty if it does not say."""
+    for name in (f"rank{rank}/handed", "handed", "rank0/handed"):
+        if name in values:
+            states: Mapping[str, Any] = values[name].get("callbacks", {})
+            return states
+    return {}
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -22,9 +22,12 @@ import torch.utils.data
 
 from holdfast.base import config as settings
 from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.entries.trained_parameters import Trained
 
 # Dicts of the logger connector with the last value that was logged under each name.
 _LAST_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+# Callbacks of Lightning that set the trainer up for an epoch when it starts, by its number.
+_BY_EPOCH = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
 
 class Place:
@@ -40,6 +43,8 @@ class Place:
         self._generators: list[torch.Tensor] = []
         self._loaders: list[Any] = []
         self._within = False
+        self._stepped = 0  # what the log counts steps by
+        self._trained = Trained(trainer.lightning_module)
 
     def state_dict(self) -> dict[str, Any]:
         """The loops as Lightning has them in its own checkpoints, and what these leave out."""
@@ -56,11 +61,17 @@ class Place:
             "sums": _sums(self._fit.epoch_loop._results),
             "should_stop": bool(self._trainer.should_stop),
             "launch": settings.launch(),
+            "trained": self._trained.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The loops are there; their data follows when it exists."""
         self._fit.load_state_dict(state["loops"])
+        self._stepped = self._fit.epoch_loop._batches_that_stepped
+        self._trained.load_state_dict(state.get("trained") or {"changed": []})
+        # Of loops that ran before in this process, to find a learning rate: the data begins anew, and so do sums.
+        self._fit._combined_loader = None
+        self._fit.epoch_loop._results.clear()
         progress = self._fit.epoch_progress.current
         self._within = progress.completed != progress.ready
         self._generators = state["generators"]
@@ -110,16 +121,39 @@ class Place:
         elif self._within:
             yield
             self._restarted(False)
+            # Lightning counts one more behind an epoch that a hook ended: its batch was begun and never over.
+            self._fit.epoch_loop._batches_that_stepped = self._stepped
+            self._set_generators()  # iterators have drawn from them, to begin the epoch again
             ProcessRandomness().load_state_dict(random)
         else:
             now = ProcessRandomness().state_dict()  # hooks of the epoch's beginning have drawn already
             twice = self._position()
-            for generator, state in zip(_generators(self._fit), self._generators, strict=False):
-                generator.set_state(state)
+            self._set_generators()
             ProcessRandomness().load_state_dict(now)
             with _same_random(now) if twice else nullcontext():
                 yield
         self._note()
+
+    def _set_generators(self) -> None:
+        for generator, state in zip(_generators(self._fit), self._generators, strict=False):
+            generator.set_state(state)
+
+    def run_starts(self) -> None:
+        """Hooks of the beginning are through: an epoch that goes on has what is set up when an epoch starts.
+
+        Lightning starts an epoch once. Two of its callbacks then change the trainer itself, and do so by the count of epochs alone; what
+        a new scheduler does to the learning rate was done then.
+        """
+        self._trained.change()
+        trainer = self._trainer
+        for callback in trainer.callbacks if self._within else ():
+            if not any(kind.__name__ in _BY_EPOCH for kind in type(callback).__mro__):
+                continue
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            before = [dict(group) for group in groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
 
     def epoch_ends(self) -> None:
         """No batch of the epoch follows."""

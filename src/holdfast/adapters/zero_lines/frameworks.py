@@ -18,18 +18,42 @@ from typing import Any
 from holdfast.adapters import huggingface, lightning
 from holdfast.adapters.zero_lines.loop import say
 from holdfast.adapters.zero_lines.proposed_lines import Proposer
+from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 
+
+class _Turn:
+    """Tells which training of a script is kept: the first. Another one is no restart of it, and is not to go on with its version."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+
+    def begin(self) -> None:
+        """A script begins."""
+        self._is_taken = False
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether a training of the script has begun."""
+        return self._is_taken
+
+    def take(self) -> bool:
+        """Return whether this training is the first."""
+        is_taken, self._is_taken = self._is_taken, True
+        return not is_taken
+
+
+_TURN = _Turn()
 # Module that defines the class -> how a built trainer is kept.
 _KNOWN: dict[str, Callable[[Any, str], None]] = {}
 
 
 def _keep_hf(trainer: Any, root: str) -> None:
-    huggingface.keep(trainer, root)
+    huggingface.keep(trainer, root).holdfast.turn = _TURN.take
 
 
 def _keep_lightning(trainer: Any, root: str) -> None:
-    trainer.callbacks.append(lightning.keeper(root))
+    trainer.callbacks.append(lightning.keeper(root, turn=_TURN.take))
 
 
 _KNOWN["transformers.trainer"] = _keep_hf
@@ -61,7 +85,8 @@ class Finder(importlib.abc.MetaPathFinder):
         self._events = events or Events()
 
     def install(self) -> None:
-        """Stands before all other finders; classes that are loaded already are changed at once."""
+        """Stands before all other finders; classes that are loaded already are changed at once. A script is about to begin."""
+        _TURN.begin()
         sys.meta_path.insert(0, self)
         for name in (*_KNOWN, *_TOLD):
             if name in sys.modules:
@@ -112,8 +137,15 @@ def _change(module: ModuleType, keep: Callable[[Any, str], None], root: str, eve
         build(trainer, *args, **options)
         if not hasattr(trainer, "holdfast_kept"):
             trainer.holdfast_kept = True
-            keep(trainer, root)
+            try:
+                keep(trainer, root)
+            except UsageError as error:  # it has a door of its own; without us it would train
+                events.emit("script_refused", reason=str(error))
+                say(f"this {type(trainer).__name__} is not kept: {error}")
+                return
             Proposer.end_all()
+            if _TURN.is_taken:
+                return
             events.emit("script_kept", root=root, objects=type(trainer).__name__)
             say(f"this {type(trainer).__name__} is kept in {root}")
 

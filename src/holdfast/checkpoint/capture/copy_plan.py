@@ -18,6 +18,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import cast
 
 import numpy as np
 import torch
@@ -93,13 +94,72 @@ class PlacedImage:
     start: int
 
 
+class Sources:
+    """Knows where the parts of a plan come from: found once for all slots, and again only for what objects make anew.
+
+    Attributes:
+        tensors: the rows of a live tensor for each part, in order.
+        changed: parts that had another one since `generation` rose.
+        generation: rises when all are found anew, or more than MAX_REPLACED have changed.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._names = [part.name for part in parts]
+        self._divided = [index for index, part in enumerate(parts) if not part.is_whole]
+        self.generation = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Holds no tensor of the state any more, until the next look."""
+        self.tensors: list[torch.Tensor] = []
+        self.changed: set[int] = set()
+        self._live: list[LiveTensor] = []
+        self._lasting: Mapping[str, LiveTensor] | None = None
+        self._fresh_names: frozenset[str] = frozenset()
+        self._fresh: list[int] = []  # the parts of those names
+
+    def look_up(self, tensors: LiveTensors) -> None:
+        """Finds the tensor of each part."""
+        names, live, fresh = self._names, self._live, tensors.fresh
+        if live and tensors.lasting is self._lasting and fresh.keys() == self._fresh_names:
+            changed = [index for index in self._fresh if fresh[names[index]] is not live[index]]
+            for index in changed:
+                live[index] = fresh[names[index]]
+        else:
+            self._lasting, self._fresh_names = tensors.lasting, frozenset(fresh)
+            now = list(map(tensors.lasting.get, names))
+            if not any(name in tensors.lasting for name in fresh):
+                self._fresh = [index for index, tensor in enumerate(now) if tensor is None]
+            else:
+                self._fresh = [index for index, name in enumerate(names) if name in fresh]
+            for index in self._fresh:
+                now[index] = fresh[names[index]]
+            self._live = cast("list[LiveTensor]", now)
+            changed = [index for index, (new, old) in enumerate(zip(now, live, strict=False)) if new is not old]
+        if not self.tensors:
+            self.tensors = [tensor.local for tensor in self._live]
+            self.generation, self.changed, changed = self.generation + 1, set(), self._divided
+        elif len(self.changed.union(changed)) > MAX_REPLACED:
+            self.generation, self.changed = self.generation + 1, set()
+        else:
+            self.changed.update(changed)
+        for index in changed:
+            self.tensors[index] = self._parts[index].of(self._live[index])
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that this rank copies at a save: images, one after the other, and the parts in them."""
+    """All that this rank copies at a save: images, one after the other, and the parts in them.
+
+    Attributes:
+        sources: where the parts come from now.
+    """
 
     images: tuple[PlacedImage, ...]
     parts: tuple[Part, ...]
     num_bytes: int
+    sources: Sources = field(compare=False, repr=False)
 
     @property
     def spans(self) -> tuple[ImageSpan, ...]:
@@ -184,7 +244,7 @@ def _place(bundles: Sequence[Bundle], refs: Mapping[str, BundleRef], value_bytes
             if num_bytes:
                 parts.append(Part(piece.shard.name, piece, end + first))
         end += -(-plan.length // image_format.ALIGN) * image_format.ALIGN
-    return Plan(tuple(images), tuple(parts), end)
+    return Plan(tuple(images), tuple(parts), end, Sources(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +260,6 @@ class SlotView:
 
     Attributes:
         targets: where each part goes.
-        sources: where each part comes from; set by `assign`.
         record: what the last complete save left in it; None while it is being written (`checkpoint.capture.unchanged_images`).
         known: what of that may be believed in the save that is being made, by bundle.
         spots: those of its late parts, and for which parts they were worked out (`checkpoint.capture.late_copy_check`).
@@ -217,65 +276,43 @@ class SlotView:
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         self.targets = [part.view_in(base) for part in plan.parts]
-        self.sources: list[torch.Tensor] = []
         self.record: Record | None = None
         self.known: Mapping[str, Known] = {}
         self.spots: tuple[object, Spots | None] = (None, None)
-        self._names = [part.name for part in plan.parts]
         self._sizes = array("q", [part.piece.num_bytes for part in plan.parts])
-        self._divided = [index for index, part in enumerate(plan.parts) if not part.is_whole]
-        self._live: list[LiveTensor] = []
-        self._lasting: Mapping[str, LiveTensor] | None = None
-        self._fresh_names: frozenset[str] = frozenset()
-        self._fresh: list[int] = []  # the parts of those names
+        self._generation = 0
+        self._put: dict[int, torch.Tensor] = {}  # sources that were put in since
         self._copies: tuple[Split, Copies, Copies] | None = None
 
     def assign(self, tensors: Mapping[str, LiveTensor], split: Split) -> tuple[Copies, Copies]:
         """Return what is copied now and what late. Of tensors that are the same objects as last time nothing is looked
         at.
         """
-        fresh: Collection[int] = self._look_up(LiveTensors.of(tensors))
-        if not self.sources:
-            self.sources, fresh = [tensor.local for tensor in self._live], self._divided
-        for index in fresh:
-            self.sources[index] = self.plan.parts[index].of(self._live[index])
-        copies = self._copies
-        if copies is None or copies[0] is not split or not self._replace(fresh):
+        found = self.plan.sources
+        found.look_up(LiveTensors.of(tensors))
+        copies, is_new = self._copies, found.generation != self._generation
+        fresh = [index for index in found.changed if self._put.get(index) is not found.tensors[index]]
+        if copies is None or copies[0] is not split or is_new or not self._replace(fresh):
             now, late = (
-                Copies.of(self.targets, self.sources, chosen, self._sizes) for chosen in (split.now, split.late)
+                Copies.of(self.targets, found.tensors, chosen, self._sizes) for chosen in (split.now, split.late)
             )
-            copies = self._copies = (split, now, late)
+            copies, self._generation = (split, now, late), found.generation
+            self._copies = copies
+        self._put = {index: found.tensors[index] for index in found.changed}
         return copies[1], copies[2]
-
-    def _look_up(self, tensors: LiveTensors) -> list[int]:
-        """Looks the tensor of each part up; returns the parts that had another one last time."""
-        names, live, fresh = self._names, self._live, tensors.fresh
-        if live and tensors.lasting is self._lasting and fresh.keys() == self._fresh_names:
-            changed = [index for index in self._fresh if fresh[names[index]] is not live[index]]
-            for index in changed:
-                live[index] = fresh[names[index]]
-            return changed
-        self._lasting, self._fresh_names = tensors.lasting, frozenset(fresh)
-        self._fresh = [index for index, name in enumerate(names) if name in fresh]
-        if self._fresh:
-            self._live = list(map({**tensors.lasting, **fresh}.__getitem__, names))
-        else:
-            self._live = list(map(tensors.lasting.__getitem__, names))
-        return [index for index, (new, old) in enumerate(zip(self._live, live, strict=False)) if new is not old]
 
     def forget(self) -> None:
         """Holds no tensor of the state any more, until the next `assign`."""
-        self.sources, self._live, self._lasting, self._copies = [], [], None, None
+        self.plan.sources.forget()
+        self._copies, self._put = None, {}
 
     def _replace(self, fresh: Collection[int]) -> bool:
-        """Puts the new sources of these parts where the old ones stand; False if there are too many to look for."""
+        """Puts the new sources of these parts where the old ones stand; False if one has no place to be put."""
         assert self._copies is not None
         _, now, late = self._copies
-        if len(fresh) > MAX_REPLACED:
-            return False
+        sources = self.plan.sources.tensors
         return all(
-            now.replace(i, self.targets[i], self.sources[i]) or late.replace(i, self.targets[i], self.sources[i])
-            for i in fresh
+            now.replace(i, self.targets[i], sources[i]) or late.replace(i, self.targets[i], sources[i]) for i in fresh
         )
 
     def write_frames(self, values: Mapping[str, bytes], *, but: Container[str] = ()) -> None:

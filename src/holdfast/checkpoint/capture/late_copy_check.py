@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.checkpoint.capture.copy_plan import SlotView, Structure, rows_of
-from holdfast.checkpoint.capture.mutation_check import MutationHistory, named, same_bits
+from holdfast.checkpoint.capture.mutation_check import MutationHistory, digest, digest_at, named
 from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, has_spots
 from holdfast.checkpoint.entries.tensor_words import Writes
 from holdfast.checkpoint.entries.types import LiveTensor
@@ -44,11 +44,12 @@ _WRITES = operator.attrgetter("_version")
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Elements of one part at the call: where they stand in the part, flattened, and what they were."""
+    """Bytes of one part at the call: where they stand in the part, as it is saved, and their digest."""
 
     part: int
     start: int
-    kept: torch.Tensor
+    num_bytes: int
+    digest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class CopyCheck:
         wrong |= {
             s.part
             for s in self._stretches
-            if not same_bits(s.kept, targets[parts.indices[s.part]].view(-1)[s.start : s.start + s.kept.numel()])
+            if digest_at(targets[parts.indices[s.part]].data_ptr() + s.start, s.num_bytes) != s.digest
         }
         return {parts.names[number] for number in wrong} | moved
 
@@ -152,9 +153,6 @@ class _Parts:
             for start, piece in _stretches(source, self._most)
         ]
         self._next = 0
-        self._kept = torch.empty(
-            self._most + 64 * MAX_STRETCH_TENSORS, dtype=torch.uint8, device="cpu"
-        )  # faulted in once
 
     def spots_in(self, view: SlotView) -> Spots:
         """The same spots in a slot; worked out once per slot."""
@@ -170,30 +168,25 @@ class _Parts:
         return CopyCheck(self, turn, self.spots.read_where_they_were(turn), self.counts.read(), tuple(self._take()))
 
     def _take(self) -> list[_Stretch]:
-        """The next stretch of memory, copied."""
+        """The next stretch of memory, as digests: half of what a copy of it would read and write."""
         taken: list[_Stretch] = []
-        at = 0
-        while at < self._most and len(taken) < min(MAX_STRETCH_TENSORS, len(self._stretches)):
+        left = self._most
+        while left > 0 and len(taken) < min(MAX_STRETCH_TENSORS, len(self._stretches)):
             part, start, piece = self._stretches[self._next % len(self._stretches)]
-            if taken and at + piece.nbytes > self._most:
+            if taken and piece.nbytes > left:
                 break
             self._next += 1
-            memory = self._kept[at : at + piece.nbytes] if at + piece.nbytes <= len(self._kept) else None
-            kept = (
-                torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
-                if memory is None
-                else memory.view(piece.dtype)
-            )
-            taken.append(_Stretch(part, start, kept.view(piece.shape).copy_(piece).view(-1)))
-            at += -(-piece.nbytes // 64) * 64
+            left -= piece.nbytes
+            taken.append(_Stretch(part, start, piece.nbytes, digest(piece.contiguous())))
         return taken
 
 
 def _stretches(tensor: torch.Tensor, most: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cuts a tensor into flat stretches of `most` bytes; one that is large and whose memory is not in order has none."""
+    """Cuts a tensor into stretches of `most` bytes, each with its first byte; one that is large and not in order has none."""
     if tensor.is_contiguous():
-        flat, step = tensor.view(-1), max(1, most // tensor.element_size())
-        yield from ((start, flat[start : start + step]) for start in range(0, flat.numel(), step))
+        size = tensor.element_size()
+        flat, step = tensor.view(-1), max(1, most // size)
+        yield from ((start * size, flat[start : start + step]) for start in range(0, flat.numel(), step))
     elif tensor.nbytes <= MAX_STRETCH_BYTES:
         yield 0, tensor
 

@@ -122,10 +122,14 @@ def differing(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> set[st
 
 def digest(tensor: torch.Tensor) -> int:
     """Fingerprint of a contiguous tensor in host memory; releases the interpreter's lock."""
-    if not tensor.nbytes:
+    return digest_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def digest_at(address: int, num_bytes: int) -> int:
+    """The same of so many bytes."""
+    if not num_bytes:
         return 0
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return xxhash.xxh3_64_intdigest(memoryview(memory))
+    return xxhash.xxh3_64_intdigest(memoryview((ctypes.c_char * num_bytes).from_address(address)))
 
 
 def can_digest(tensor: torch.Tensor) -> bool:

@@ -363,6 +363,8 @@ class Saver:
             open_checkpointers.broken.stuck = "a device does not finish what it writes to the memory of a save"
             logger.error("%s; this process must end before that memory is used again", open_checkpointers.broken.stuck)
         self._last_late = None
+        for view in self._views.values():
+            view.forget()
         self._views.clear()
         return quiet
 
@@ -516,7 +518,7 @@ class Saver:
         for image in unchanged.changed:
             view.write_header(image)
         now, late = view.assign(taken.gathered.tensors, unchanged.split)
-        parts, sources, targets = view.plan.parts, view.sources, view.targets
+        parts, sources, targets = view.plan.parts, view.plan.sources.tensors, view.targets
         pledged = [LatePiece(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
         names = [parts[i].name for i in late.device_parts]
         counts = WriteCounts(names, list(late.device_sources), self._trust)

@@ -24,6 +24,8 @@ from holdfast.checkpoint.entries.rng import ProcessRandomness
 
 logger = logging.getLogger(__name__)
 
+# Beside what a loader hands out of its place: the states of its generators.
+_GENERATORS = "holdfast.generators"
 # Under which attribute a loader keeps what knows its place.
 _PLACE = "_holdfast_place"
 
@@ -36,6 +38,55 @@ def is_plain(value: Any) -> bool:
         and type(value).__iter__ is DataLoader.__iter__
         and hasattr(value, "_get_iterator")
     )
+
+
+def draws_itself(value: Any) -> bool:
+    """Tell whether a value is a loader that hands out its place (`StatefulDataLoader`) and has generators of its own."""
+    is_loader = isinstance(value, DataLoader) and hasattr(value, "load_state_dict") and hasattr(value, "_get_iterator")
+    return is_loader and bool(_generators_of(value))
+
+
+class OwnPlace:
+    """A loader that hands out its place, with its generators, as an object with a state.
+
+    Such a loader goes on at its place by beginning the epoch again. Without workers its generators are then where the epoch began, and
+    the next epoch would have another order. So they are put back behind the first iterator.
+
+    Args:
+        loader: the loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the loader hands out, and the generators behind it: to ask may make an iterator, which draws."""
+        state = dict(self._loader.state_dict())
+        return {**state, _GENERATORS: [each.get_state() for each in _generators_of(self._loader)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iterator goes on there. Versions of before say nothing of generators."""
+        vars(self._loader).pop("_get_iterator", None)
+        self._loader.load_state_dict({key: value for key, value in state.items() if key != _GENERATORS})
+        states = state.get(_GENERATORS) or []
+        make = self._loader._get_iterator
+
+        def made() -> Any:
+            vars(self._loader).pop("_get_iterator", None)
+            iterator = make()
+            for generator, of_one in zip(_generators_of(self._loader), states, strict=False):
+                generator.set_state(of_one)
+            return iterator
+
+        if states:
+            vars(self._loader)["_get_iterator"] = made
+
+
+def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators that a loader or its samplers have for themselves, each once."""
+    parts = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def place_of(loader: DataLoader[Any]) -> LoaderPlace:
@@ -141,17 +192,11 @@ class LoaderPlace:
             vars(self._loader)[name] = sampler
         return made
 
-    def _generators(self) -> list[torch.Generator]:
-        loader = self._loader
-        parts = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-        found = [getattr(part, "generator", None) for part in parts]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
     def _own(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators()]
+        return [generator.get_state() for generator in _generators_of(self._loader)]
 
     def _set_own(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators(), states, strict=False):
+        for generator, state in zip(_generators_of(self._loader), states, strict=False):
             generator.set_state(state)
 
 

@@ -471,6 +471,8 @@ def _part(name: str, value: Any) -> Part | None:
         return StatefulPart(name, GeneratorState(value))
     if dataloader.is_plain(value):
         return StatefulPart(name, dataloader.place_of(value))
+    if dataloader.draws_itself(value):
+        return StatefulPart(name, dataloader.OwnPlace(value))
     if (found := random_state(value)) is not None:
         return StatefulPart(name, OwnRandomness(*found))
     return StatefulPart(name, value) if is_stateful(value) else None

@@ -1,0 +1,176 @@
+"""A script may train more than once: folds, trials of a search, a trial run. No training goes on with the version of another one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.adapters import huggingface, lightning
+from holdfast.adapters.zero_lines.frameworks import Finder
+from holdfast.checkpoint.entries.trained_parameters import Trained
+
+MODULE = """
+class Trainer:
+    _load_rng_state = _maybe_log_save_evaluate = accelerator = callback_handler = None
+
+    def __init__(self, is_deepspeed_enabled=False):
+        self.is_deepspeed_enabled = is_deepspeed_enabled
+
+    def add_callback(self, callback):
+        pass
+
+    def train(self, resume_from_checkpoint=None, trial=None):
+        return resume_from_checkpoint
+"""
+
+
+@pytest.fixture
+def trainer_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A class of Trainers that zero lines keep; each call of `train` that is kept is given the path "kept"."""
+    for loaded in [each for each in sys.modules if each.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, loaded)
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "trainer.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(huggingface._Keeping, "callback", lambda _: None)
+    monkeypatch.setattr(huggingface._Keeping, "place", lambda _: "kept")
+    finder = Finder("ckpts/run1")
+    finder.install()
+    try:
+        yield importlib.import_module("transformers.trainer").Trainer
+    finally:
+        finder.remove()
+        for loaded in [each for each in sys.modules if each.split(".")[0] == "transformers"]:
+            del sys.modules[loaded]
+
+
+def test_of_several_trainings_of_a_script_the_first_is_kept(
+    trainer_class: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Folds: each builds its Trainer. What is given goes to the trainer itself then."""
+    first, second = trainer_class(), trainer_class()
+    assert first.train() == "kept"
+    assert second.train() is None
+    assert first.train("path") == "path"
+    assert caplog.text.count("this training is not kept: a Trainer of this script has trained before") == 2
+    again = Finder("ckpts/run1")  # the script is run again in this process
+    again.install()
+    again.remove()
+    assert trainer_class().train() == "kept"
+
+
+def test_a_trial_of_a_search_is_not_kept(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_class()
+    assert trainer.train(None, {"learning_rate": 0.1}) is None
+    assert trainer.train(trial={"learning_rate": 0.2}) is None
+    assert "a trial of a hyperparameter search is not kept" in caplog.text
+
+
+def test_what_has_a_door_of_its_own_trains_unkept(trainer_class: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error in the line that builds it would stop a script that is well."""
+    assert trainer_class(is_deepspeed_enabled=True).train() is None
+    assert "this Trainer is not kept: this trainer trains with DeepSpeed" in capsys.readouterr().err
+
+
+class _Begins(Exception):
+    """Raised where a fit begins to be kept."""
+
+
+def test_of_several_fits_of_a_script_the_first_is_kept_and_no_trial_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def begins(_: Any) -> None:
+        raise _Begins
+
+    monkeypatch.setattr(lightning, "Place", begins)
+    turns = iter((True, False))
+    keeping = lightning.Keeping("root", {}, lambda: next(turns))
+    keeping.begin(SimpleNamespace(fast_dev_run=1), None)
+    assert "fast_dev_run: nothing is restored and nothing is saved" in caplog.text
+    with pytest.raises(_Begins):
+        keeping.begin(SimpleNamespace(fast_dev_run=0), None)
+    keeping.begin(SimpleNamespace(fast_dev_run=0), None)
+    assert "has trained before" in caplog.text
+
+
+def test_what_is_trained_since_a_step_is_trained_behind_it() -> None:
+    """Where the script begins as it did. Where it begins otherwise, it knows of the restart."""
+
+    def model(*, is_frozen: bool) -> torch.nn.Module:
+        made = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        return made if not is_frozen else made.requires_grad_(False)
+
+    saving = model(is_frozen=True)
+    trained = Trained(saving)
+    saving[1].requires_grad_(True)
+    state = trained.state_dict()
+    for is_frozen, expected in ((True, [False, False, True, True]), (False, [True] * 4)):
+        other = model(is_frozen=is_frozen)
+        going_on = Trained(other)
+        going_on.load_state_dict(state)
+        going_on.change()
+        assert [parameter.requires_grad for parameter in other.parameters()] == expected
+    assert Trained(saving).state_dict()["changed"] == []
+
+
+class _Epochs:
+    """As much of a `transformers.Trainer` as its epochs are told by."""
+
+    def __init__(self, step: int = 0, batch: int = 4, most: int = 13) -> None:
+        self.args = SimpleNamespace(gradient_accumulation_steps=2, ignore_data_skip=False)
+        self.state = SimpleNamespace(global_step=step, max_steps=most)
+        self._train_batch_size = batch
+
+
+def test_an_epoch_that_ended_early_is_over_and_other_data_counts_anew() -> None:
+    """Five steps are an epoch; the first ended behind three. Step 6 is the third of the second, of which six batches are had."""
+    epochs, trainer = huggingface._Epochs(), _Epochs()
+    assert epochs.begin(trainer, (0, 0), 5) == (0, 0)
+    assert epochs.state(trainer, ended=False) == {}, "the trainer has not said which epoch begins"
+    for epoch, steps in ((0, 3), (1, 3)):
+        epochs.data_begins(trainer, epoch)
+        trainer.state.global_step += steps
+    saved = epochs.state(trainer, ended=False)
+    assert (saved["epoch"], saved["steps"]) == (1, 3)
+    assert huggingface._Epochs(saved).begin(_Epochs(6), (1, 2), 5) == (1, 6)
+    assert huggingface._Epochs(saved).begin(_Epochs(6), (1, 2), 4) == (1, 2), "another length"
+    assert huggingface._Epochs(saved).begin(_Epochs(6, batch=8), (1, 2), 5) == (1, 2)
+    assert huggingface._Epochs(epochs.state(trainer, ended=True)).begin(_Epochs(6), (1, 2), 5) == (2, 0)
+
+
+def test_numbers_of_numpy_and_torch_in_a_log_are_kept_as_plain_ones() -> None:
+    assert huggingface._is_plain([{"mine": np.float32(1.5), "other": torch.tensor(2)}])
+    assert not huggingface._is_plain([{"mine": torch.ones(2)}])
+    assert huggingface._number(np.float32(1.5)) == 1.5
+
+
+class _Accelerator:
+    """As much of an Accelerator as what is late is told by."""
+
+    _models = (1,)
+
+    def prepare(self, *things: Any) -> tuple[Any, ...]:
+        return things
+
+    def register_for_checkpointing(self, *things: Any) -> None:
+        """Nothing."""
+
+
+def test_what_is_prepared_or_registered_behind_wrap_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = _Accelerator()
+    huggingface._tell_what_is_late(accelerator)
+    assert accelerator.prepare(torch.nn.Linear(1, 1), {}) is not None
+    accelerator.register_for_checkpointing([])
+    assert "accelerator.prepare(Linear, dict) came behind holdfast's wrap" in caplog.text
+    assert "accelerator.register_for_checkpointing(list) came behind" in caplog.text
+    huggingface._tell_what_is_late(accelerator)
+    accelerator._models, caplog_before = (), caplog.text
+    accelerator.prepare([])
+    assert caplog.text == caplog_before, "all was given free"
