@@ -9,20 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.checkpoint.state import change_detection
 from holdfast.checkpoint.state.change_detection import Containers, Tensors
 from holdfast.checkpoint.state.training_state import State
 
 NUM_TENSORS = 2_000
 NUM_LOOKS = 20
-
-
-@pytest.fixture(autouse=True, params=["read", "asked"])
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether it is known where torch keeps its facts."""
-    if request.param == "asked":
-        monkeypatch.setattr(change_detection, "find_places", lambda: None)
-    return str(request.param)
 
 
 def of_the_same_memory(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

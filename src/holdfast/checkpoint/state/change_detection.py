@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.checkpoint.entries.tensor_words import TensorFacts, find_places
-
 # Values of these kinds are read anew at every save; that they change is not a change of structure.
 SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
-# Of a tensor that cannot be read in one go with others (`checkpoint.entries.tensor_words`), beside its address; by calls that every
-# device has.
+# Of a tensor, beside its address; each is asked of all tensors in one go, and by calls that every device has.
 _FACTS: tuple[Callable[[torch.Tensor], object], ...] = (attrgetter("shape"), torch.Tensor.stride, attrgetter("dtype"))
 
 
@@ -64,47 +61,25 @@ class Tensors:
         self._plain = [t for t in tensors if not isinstance(t, DTensor)]
         self._sharded = [t for t in tensors if isinstance(t, DTensor)]
         self._placements = [(t.device_mesh, t.placements, t.shape) for t in self._sharded]
-        self._plain_facts = TensorFacts(self._plain, find_places())
-        self._others = _Asked([self._plain[number] for number in self._plain_facts.others])
         seen = self._local()
-        self._identities = array("Q", map(id, seen))
-        self._local_facts = TensorFacts(seen, find_places())
-        self._locals = _Asked(seen)
+        self._addresses = array("Q", map(torch.Tensor.data_ptr, seen))
+        self._facts = [list(map(getter, seen)) for getter in _FACTS]
 
     def unchanged(self) -> bool:
         """Return whether every tensor is where and what it was."""
-        if not self._plain_facts.unchanged():
-            return False
-        others = [self._plain[number] for number in self._plain_facts.others]
-        return self._others.unchanged(others) and (not self._sharded or self._are_shards_unchanged())
-
-    def _are_shards_unchanged(self) -> bool:
         now = self._local()
-        is_read = not self._local_facts.others and array("Q", map(id, now)) == self._identities
-        if not (is_read and self._local_facts.unchanged()) and not self._locals.unchanged(now):
-            return False
-        return all(
-            t._spec.mesh is mesh and t._spec.placements == placements and t.shape == shape
-            for t, (mesh, placements, shape) in zip(self._sharded, self._placements, strict=True)
+        return (
+            array("Q", map(torch.Tensor.data_ptr, now)) == self._addresses
+            and all(all(map(eq, map(getter, now), seen)) for getter, seen in zip(_FACTS, self._facts, strict=True))
+            and all(
+                t._spec.mesh is mesh and t._spec.placements == placements and t.shape == shape
+                for t, (mesh, placements, shape) in zip(self._sharded, self._placements, strict=True)
+            )
         )
 
     def _local(self) -> list[torch.Tensor]:
         # FSDP2 and torch write into the local tensor in place; `_local_tensor` costs a tenth of `to_local()`.
-        return [t._local_tensor for t in self._sharded]
-
-
-class _Asked:
-    """Facts of tensors that are asked one by one."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._addresses = array("Q", map(torch.Tensor.data_ptr, tensors))
-        self._facts = [list(map(getter, tensors)) for getter in _FACTS]
-
-    def unchanged(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether the same number of tensors has the same facts."""
-        return array("Q", map(torch.Tensor.data_ptr, tensors)) == self._addresses and all(
-            all(map(eq, map(getter, tensors), seen)) for getter, seen in zip(_FACTS, self._facts, strict=True)
-        )
+        return [*self._plain, *(t._local_tensor for t in self._sharded)]
 
 
 def _no_scalars(values: Iterable[Any]) -> list[Any]:
