@@ -33,6 +33,7 @@ from holdfast.tiers.storage.version_store import open_storage
 from ranks_kit import on_all
 
 SCRIPT = str(Path(__file__).with_name("zero_script.py"))
+IS_OF_USER = Reach(sets=(), used=(), kept=()).is_of_user
 
 PLAIN = """
 for step in range(10):
@@ -104,7 +105,7 @@ UNSURE: dict[str, Callable[[], dict[str, object]]] = {
 @pytest.mark.parametrize("scope", SURE.values(), ids=SURE.keys())
 def test_what_can_be_restored_is_kept(scope: Callable[[], dict[str, object]]) -> None:
     names = scope()
-    found = sort_out(names, (), names)
+    found = sort_out(names, (), names, IS_OF_USER)
     assert isinstance(found, Kept), found
     assert {"model", "optimizer"} <= found.objects.keys()
 
@@ -112,7 +113,7 @@ def test_what_can_be_restored_is_kept(scope: Callable[[], dict[str, object]]) ->
 @pytest.mark.parametrize("scope", UNSURE.values(), ids=UNSURE.keys())
 def test_what_nobody_can_be_sure_of_keeps_the_script_from_being_touched(scope: Callable[[], dict[str, object]]) -> None:
     names = scope()
-    assert isinstance(sort_out(names, (), names), str)
+    assert isinstance(sort_out(names, (), names, IS_OF_USER), str)
 
 
 class Counting:
@@ -154,8 +155,8 @@ def test_an_object_is_asked_for_its_state_only_where_it_has_something_new() -> N
 
 def test_a_carried_tensor_is_not_sure() -> None:
     names = named(ema=torch.ones(2))
-    assert "ema" in str(sort_out(names, ("ema",), names))
-    assert "no value" in str(sort_out(names, ("other",), names))
+    assert "ema" in str(sort_out(names, ("ema",), names, IS_OF_USER))
+    assert "no value" in str(sort_out(names, ("other",), names, IS_OF_USER))
 
 
 @pytest.fixture
