@@ -304,7 +304,7 @@ class SlotView:
     def forget(self) -> None:
         """Holds no tensor of the state any more, until the next `assign`."""
         self.plan.sources.forget()
-        self._copies, self._put = None, {}
+        self._copies, self._put, self.spots = None, {}, (None, None)
 
     def _replace(self, fresh: Collection[int]) -> bool:
         """Puts the new sources of these parts where the old ones stand; False if one has no place to be put."""
