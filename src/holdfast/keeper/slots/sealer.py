@@ -110,6 +110,9 @@ class Sealer:
                     seal = self._seal_on_threads(self._threads, span.ref.bundle_id, view)
                 places[span.ref.bundle_id] = ImagePlace(span.ref, span.offset, seal)
             turns.done()
+            kept = sum(span.length for span in job.images if span.ref.bundle_id in job.kept)
+            self._events.count("hash_kept_bytes", kept)  # before anybody hears that it is sealed
+            self._events.count("hashed_bytes", sum(span.length for span in job.images) - kept)
             with state.lock:
                 if held.state is SlotState.WRITING and held.version == job.version and held.copied:
                     held.images = places
@@ -123,9 +126,6 @@ class Sealer:
                 raise
         finally:
             state.unpin(held, _PIN)
-        kept = sum(span.length for span in job.images if span.ref.bundle_id in job.kept)
-        self._events.count("hash_kept_bytes", kept)
-        self._events.count("hashed_bytes", sum(span.length for span in job.images) - kept)
         self._events.emit(
             "node.sealed",
             version=str(job.version),
