@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -52,7 +53,12 @@ def survive_kills(job: Job, kills: int, *, ranks: int = 4) -> None:
         # Two failures may follow each other at once; after that the job has to make progress, seconds of it.
         before, rows = rows, job.recovered(ranks, kill, steps=10 if kills <= 2 else 350)
         seen |= {pid for pid, _, _ in before}
-        assert [new[0] == old[0] for new, old in zip(rows, before, strict=True)] == [r != victim for r in range(ranks)]
+        # Gloo may let a wait go on for ever that began in the moment of the kill; who stands in one is replaced, and it is said.
+        gone = {
+            before[victim][0],
+            *map(int, re.findall(r"process (\d+) stands in a wait that nothing ends", job.logs())),
+        }
+        assert {old[0] for new, old in zip(rows, before, strict=True) if new[0] != old[0]} <= gone, job.logs()
         assert rows[victim][0] not in seen
         assert rows[victim][0] in waiting or kill > 2, "a spare was there and did not take the rank"  # type: ignore[operator]
     job.stop()
