@@ -126,6 +126,7 @@ class _Epochs:
     def __init__(self, step: int = 0, batch: int = 4, most: int = 13) -> None:
         self.args = SimpleNamespace(gradient_accumulation_steps=2, ignore_data_skip=False)
         self.state = SimpleNamespace(global_step=step, max_steps=most)
+        self.control = SimpleNamespace(should_training_stop=False, should_epoch_stop=False)
         self._train_batch_size = batch
 
 
@@ -143,6 +144,28 @@ def test_an_epoch_that_ended_early_is_over_and_other_data_counts_anew() -> None:
     assert huggingface._Epochs(saved).begin(_Epochs(6), (1, 2), 4) == (1, 2), "another length"
     assert huggingface._Epochs(saved).begin(_Epochs(6, batch=8), (1, 2), 5) == (1, 2)
     assert huggingface._Epochs(epochs.state(trainer, ended=True)).begin(_Epochs(6), (1, 2), 5) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("length", "steps", "stops_epoch", "place"),
+    [
+        pytest.param(5, 3, False, (0, 3), id="behind the last step that was asked for"),
+        pytest.param(5, 5, False, (1, 0), id="where the data ends"),
+        pytest.param(5, 3, True, (1, 0), id="where a callback ends the epoch too"),
+        pytest.param(13, 3, False, (0, 3), id="of a stream"),
+    ],
+)
+def test_an_epoch_in_which_the_training_stops_goes_on_where_more_steps_are_asked_for(
+    length: int, steps: int, stops_epoch: bool, place: tuple[int, int]
+) -> None:
+    """The trainer says that an epoch ended also where the training did."""
+    epochs, trainer = huggingface._Epochs(), _Epochs()
+    epochs.begin(trainer, (0, 0), length)
+    epochs.data_begins(trainer, 0)
+    trainer.state.global_step = steps
+    trainer.control = SimpleNamespace(should_training_stop=True, should_epoch_stop=stops_epoch)
+    saved = epochs.state(trainer, ended=True)
+    assert (saved["epoch"], saved["steps"]) == place
 
 
 def test_numbers_of_numpy_and_torch_in_a_log_are_kept_as_plain_ones() -> None:

@@ -498,18 +498,28 @@ class _Epochs:
         """Return the place behind the last step; nothing of a trainer that does not say which epoch begins."""
         if not self._is_told:
             return {}
-        steps = 0 if ended else trainer.state.global_step - self._first
-        return {
-            "epoch": self._epoch + ended,
-            "steps": steps,
-            "random": self._random if steps else {},
-            "of": self._of(trainer),
-        }
+        steps = trainer.state.global_step - self._first
+        if ended and self._is_whole(trainer, steps):
+            return {"epoch": self._epoch + 1, "steps": 0, "random": {}, "of": self._of(trainer)}
+        return {"epoch": self._epoch, "steps": steps, "random": self._random if steps else {}, "of": self._of(trainer)}
+
+    def _is_whole(self, trainer: Any, steps: int) -> bool:
+        """Return whether an epoch that the trainer calls ended is: it says so of one, too, in which the whole training stops."""
+        control = trainer.control
+        if not control.should_training_stop or control.should_epoch_stop:
+            return True
+        return self._is_sized(trainer) and steps >= self._length
+
+    def _is_sized(self, trainer: Any) -> bool:
+        return bool(self._length != trainer.state.max_steps)
 
     def _of(self, trainer: Any) -> list[int]:
         """Return what the numbers count: data without a length has as many steps in an epoch as there are at most."""
-        sized = self._length != trainer.state.max_steps
-        return [self._length if sized else 0, trainer.args.gradient_accumulation_steps, trainer._train_batch_size]
+        return [
+            self._length if self._is_sized(trainer) else 0,
+            trainer.args.gradient_accumulation_steps,
+            trainer._train_batch_size,
+        ]
 
 
 def _of_trl(trainer: Any) -> dict[str, Any]:
