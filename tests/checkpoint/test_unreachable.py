@@ -230,7 +230,7 @@ def test_what_memory_holds_is_restored_although_its_manifest_cannot_be_read(
 
 @pytest.mark.parametrize("kind", [Trainee, Bare])
 @pytest.mark.parametrize("name", ["manifest.json", ".safetensors"])
-@pytest.mark.parametrize("fault", ["error", "flip"])
+@pytest.mark.parametrize("fault", ["error", "flip", "absent"])
 @pytest.mark.parametrize("budget", ["100KB", ""])
 def test_one_bad_read_takes_no_older_version(
     make: Make,
@@ -241,7 +241,7 @@ def test_one_bad_read_takes_no_older_version(
     kind: type[Trainee],
     budget: str,
 ) -> None:
-    """An error, or bytes that are wrong once; with no level in memory, and with one that is empty, so that this process reads."""
+    """An error, bytes that are wrong once, or a file that shows late; with no level in memory, and with an empty one, so that this process reads."""
     if budget == "" and kind is Trainee:
         pytest.skip("its new objects have another layout, of which the keeper reads the chunks")
     kept = trained(make, kind=kind, memory_budget=budget).model.state_dict()
@@ -254,6 +254,8 @@ def test_one_bad_read_takes_no_older_version(
             left[0] -= 1
             if fault == "error":
                 raise StorageError("the path refuses: Input/output error", where=file)
+            if fault == "absent":
+                raise VersionNotFound("there is no such file", where=file)
             found = real(self, file, *args, **kwargs)
             if isinstance(found, bytes):
                 return found[:-40] + bytes([found[-40] ^ 1]) + found[-39:]
