@@ -353,6 +353,29 @@ def test_a_path_that_vanishes_while_it_is_looked_at_is_no_fresh_start(
     leave(following)
 
 
+def test_a_path_that_becomes_another_jobs_while_it_is_looked_at_is_no_fresh_start(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another disk is mounted between two calls: it lists no version either."""
+    trained(make)
+    root, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    real = Storage.named
+
+    def named(self: Storage) -> list[Version]:
+        if not elsewhere.exists():
+            root.rename(elsewhere)
+            open_storage(root, Events()).claim()
+        return real(self)
+
+    following = make(Trainee())
+    monkeypatch.setattr(Storage, "named", named)
+    with pytest.raises(InUse, match="the path belongs to job"):
+        following.restore()
+    leave(following)
+
+
 def test_a_missing_file_under_a_vanished_path_is_not_damage(tmp_path: Path) -> None:
     store = new_store(tmp_path / "root")
     save(store, Version(1, 1))
