@@ -230,7 +230,7 @@ def test_what_memory_holds_is_restored_although_its_manifest_cannot_be_read(
 
 @pytest.mark.parametrize("kind", [Trainee, Bare])
 @pytest.mark.parametrize("name", ["manifest.json", ".safetensors"])
-@pytest.mark.parametrize("fault", ["error", "flip"])
+@pytest.mark.parametrize("fault", ["error", "flip", "absent"])
 @pytest.mark.parametrize("budget", ["100KB", ""])
 def test_one_bad_read_takes_no_older_version(
     make: Make,
@@ -241,7 +241,7 @@ def test_one_bad_read_takes_no_older_version(
     kind: type[Trainee],
     budget: str,
 ) -> None:
-    """An error, or bytes that are wrong once; with no level in memory, and with one that is empty, so that this process reads."""
+    """An error, bytes that are wrong once, or a file that shows late; with no level in memory, and with an empty one, so that this process reads."""
     if budget == "" and kind is Trainee:
         pytest.skip("its new objects have another layout, of which the keeper reads the chunks")
     kept = trained(make, kind=kind, memory_budget=budget).model.state_dict()
@@ -254,6 +254,8 @@ def test_one_bad_read_takes_no_older_version(
             left[0] -= 1
             if fault == "error":
                 raise StorageError("the path refuses: Input/output error", where=file)
+            if fault == "absent":
+                raise VersionNotFound("there is no such file", where=file)
             found = real(self, file, *args, **kwargs)
             if isinstance(found, bytes):
                 return found[:-40] + bytes([found[-40] ^ 1]) + found[-39:]
@@ -348,6 +350,29 @@ def test_a_path_that_vanishes_while_it_is_looked_at_is_no_fresh_start(
         assert following.restore() == NUM_STEPS
     assert "the checkpoint directory has vanished" in said[0]
     assert other.fingerprint() == kept
+    leave(following)
+
+
+def test_a_path_that_becomes_another_jobs_while_it_is_looked_at_is_no_fresh_start(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another disk is mounted between two calls: it lists no version either."""
+    trained(make)
+    root, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    real = Storage.named
+
+    def named(self: Storage) -> list[Version]:
+        if not elsewhere.exists():
+            root.rename(elsewhere)
+            open_storage(root, Events()).claim()
+        return real(self)
+
+    following = make(Trainee())
+    monkeypatch.setattr(Storage, "named", named)
+    with pytest.raises(InUse, match="the path belongs to job"):
+        following.restore()
     leave(following)
 
 

@@ -33,7 +33,7 @@ from holdfast.keeper.replication.xor_sources import Parts, xor_sources
 from holdfast.keeper.rpc.messages import Assembly
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
-from holdfast.keeper.slots.node_report import greeting
+from holdfast.keeper.slots.node_report import greeting, has_left
 from holdfast.keeper.slots.slot_pool import PARITY_RANK, HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
@@ -253,11 +253,9 @@ class ParityBuilder:
 
     def _peer(self, build: _Build, assembly: Assembly, member: int) -> PeerReader:
         state, address = self._state, assembly.addresses[build.group[member]]
-        return PeerReader(address, greeting(state, assembly), lambda: self._is_over(assembly), state.security)
-
-    def _is_over(self, assembly: Assembly) -> bool:
-        now = self._state.assembly
-        return self._stopping or now is None or now.job_id != assembly.job_id
+        return PeerReader(
+            address, greeting(state, assembly), lambda: self._stopping or has_left(state, assembly), state.security
+        )
 
     def _stands(self, piece: Piece) -> bool:
         """Return whether this very piece is here."""

@@ -32,10 +32,10 @@ from holdfast.core.versions.replication_lag import FIRST_PATIENCE_S
 from holdfast.core.versions.slot_guard import Knowledge, SlotState, SlotView, choose_slot
 from holdfast.keeper.replication import kept_images
 from holdfast.keeper.replication.image_transfer import PeerReader, count_lines, require
-from holdfast.keeper.rpc.messages import Assembly, Inventory
+from holdfast.keeper.rpc.messages import Inventory
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
-from holdfast.keeper.slots.node_report import greeting
+from holdfast.keeper.slots.node_report import greeting, has_left
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.backends.parallel_streams import StreamCount
 from holdfast.tiers.format import image as image_format
@@ -228,7 +228,9 @@ class Replicator:
         try:
             hello = greeting(state, assembly)
             address, lines = assembly.addresses[home], self._lines[home]
-            peer = PeerReader(address, hello, lambda: self._is_over(assembly), state.security, count=lines)
+            peer = PeerReader(
+                address, hello, lambda: self._stopping or has_left(state, assembly), state.security, count=lines
+            )
             try:
                 brought = [self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items()]
             finally:
@@ -279,10 +281,6 @@ class Replicator:
         with self._state.lock:
             self._waiting.pop(home, None)
             self._state.alarms.calm(_alarm_of(home))
-
-    def _is_over(self, assembly: Assembly) -> bool:
-        now = self._state.assembly
-        return self._stopping or now is None or now.job_id != assembly.job_id
 
     def _pull_rank(self, peer: PeerReader, version: Version, rank: int, refs: Sequence[BundleRef]) -> tuple[int, int]:
         """Pulls what does not stand here of one rank's bundles into a replica slot and seals it.

@@ -11,6 +11,12 @@ from holdfast.keeper.rpc.messages import KEEPER, Assembly, Hello, Inventory
 from holdfast.keeper.slots.keeper_state import NodeState
 
 
+def has_left(state: NodeState, assembly: Assembly) -> bool:
+    """Return whether this node is no longer of the job of an assembly."""
+    now = state.assembly
+    return now is None or now.job_id != assembly.job_id
+
+
 def greeting(state: NodeState, assembly: Assembly) -> Hello:
     """Return how this keeper introduces itself to others of its job."""
     return Hello(

@@ -50,14 +50,19 @@ class SupersededWatch:
 
     def _look(self, assembly: Assembly) -> None:
         """Raises the alarm by which ranks stop waiting; a path that cannot be read now proves nothing."""
-        try:
-            storage = self._lazy_storage.open()
-            storage.require_job(assembly.job_id)
-            newest = storage.incarnations.highest()
-        except HoldfastError:
-            return
+        where = newer_run(self._lazy_storage, assembly.incarnation, assembly.job_id)
         key = superseded(assembly.incarnation)
         with self._state.lock:
-            if newest > assembly.incarnation and key not in self._state.alarms.raised:
-                error = Fenced(NEWER_RUNS, where=storage.where)
+            if where and key not in self._state.alarms.raised:
+                error = Fenced(NEWER_RUNS, where=where)
                 self._state.alarms.warn(key, f"incarnation {assembly.incarnation}: {error}")
+
+
+def newer_run(lazy_storage: LazyStorage, incarnation: int, job_id: str) -> str:
+    """Return where a newer incarnation of the job is registered; empty if none is, or if the path cannot be read now."""
+    try:
+        storage = lazy_storage.open()
+        storage.require_job(job_id)
+        return storage.where if storage.incarnations.highest() > incarnation else ""
+    except HoldfastError:
+        return ""

@@ -26,6 +26,7 @@ from holdfast.keeper.slots.progress import WRITING, Activities
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.keeper.storage.retention import RetentionRunner
+from holdfast.keeper.storage.superseded_watch import newer_run
 from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.slots import ImagePlace
@@ -332,7 +333,7 @@ class Committer:
             with self._events.span("node.committed", version=str(version)):
                 storage.commit(manifest, stamp=make_stamp(version.incarnation), lineage=dict(job.assembly.lineage))
         except HoldfastError as error:
-            if isinstance(error, Fenced) and self._is_superseded(version):
+            if isinstance(error, Fenced) and newer_run(self._lazy_storage, version.incarnation, job.assembly.job_id):
                 self._superseded = superseded(version.incarnation)
                 self._state.alarms.warn(self._superseded, f"{version} is not durable: {error}")
             else:
@@ -348,13 +349,6 @@ class Committer:
         self._state.alarms.calm(self._superseded)
         job.done(version, True)
         self._retire(storage, job)
-
-    def _is_superseded(self, version: Version) -> bool:
-        """Return whether a newer incarnation is registered; a path that cannot be read now proves nothing."""
-        try:
-            return self._lazy_storage.open().incarnations.highest() > version.incarnation
-        except HoldfastError:
-            return False
 
     def _retire(self, storage: Storage, job: CommitJob) -> None:
         """Old versions go only after a newer commit. A failure here costs space, nothing else."""
