@@ -117,11 +117,7 @@ class Keeping:
                 "fast_dev_run: nothing is restored and nothing is saved, as with Lightning's own checkpoints"
             )
             return
-        if 0 in (
-            trainer.fit_loop.max_epochs,
-            trainer.fit_loop.max_steps,
-            getattr(trainer, "limit_train_batches", None),
-        ):
+        if 0 in [getattr(trainer, limit, None) for limit in ("max_epochs", "max_steps", "limit_train_batches")]:
             return  # it trains nothing, and is to leave everything as it is
         if os.fspath(self._root) in open_checkpointers.ended or (self._turn is not None and not self._turn()):
             logger.warning(AGAIN, type(trainer).__name__, self._root, "keeper(path)")
