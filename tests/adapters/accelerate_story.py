@@ -14,14 +14,16 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from story_server import serve
 from story_strike import Strike
 
@@ -47,9 +49,17 @@ PLANS: dict[str, dict[str, Any]] = {
     "mixed": {},
     "plateau": {},
     "others": {},
+    "drawn": {},
+    "parts": {},
+    "named": {},
 }
-# Batches of a step, and most steps.
-NUMBERS = {"every batch": {"batches": 1}, "odd": {"batches": 3}, "limit": {"most": 7}}
+# Batches of a step, and most steps; batches that are accumulated, where each is reported as a step.
+NUMBERS = {
+    "every batch": {"batches": 1},
+    "odd": {"batches": 3},
+    "limit": {"most": 7},
+    "parts": {"batches": 1, "gathered": 2},
+}
 EVALUATED = ("others", "evaluates", "stops", "best", "limit", "plateau", "compiled")
 PATIENT = ("stops", "plateau")  # those that end when three evaluations were no better
 
@@ -95,6 +105,22 @@ class Buckets(torch.utils.data.Sampler):  # type: ignore[type-arg]
             yield list(range(first * BATCH, (first + 1) * BATCH))
 
 
+class Drawn(torch.utils.data.Sampler):  # type: ignore[type-arg]
+    """Rows in an order that depends on the orders before it: a generator of its own, a count, a list that is shuffled in place."""
+
+    def __init__(self) -> None:
+        self.rows, self.epoch, self.numbers = list(range(ROWS)), 0, np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        random.shuffle(self.rows)
+        cut = int(self.numbers.integers(ROWS)) + self.epoch
+        yield from (self.rows[(row + cut) % ROWS] for row in range(ROWS))
+
+
 class Best:
     """What a loop knows of its evaluations: registered for checkpointing, as Accelerate's own examples do."""
 
@@ -130,6 +156,8 @@ def made(plan: str) -> list[Any]:
     own = torch.Generator().manual_seed(5) if plan == "generator" else None
     shuffled = {} if plan == "stream" else {"shuffle": True, "generator": own, "num_workers": 2 * (plan == "workers")}
     loader: Any = torch.utils.data.DataLoader(Stream() if plan == "stream" else Rows(), batch_size=BATCH, **shuffled)
+    if plan == "drawn":
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH, sampler=Drawn())
     if plan == "others":
         loader = torch.utils.data.DataLoader(Rows(), batch_sampler=Buckets())
     checks: Any = torch.utils.data.DataLoader(Rows(7), batch_size=2 * BATCH)
@@ -155,10 +183,12 @@ class Loop:
     def __init__(self, options: argparse.Namespace) -> None:
         numbers = NUMBERS.get(options.plan, {})
         self.plan, self.facts = options.plan, options.facts
+        self.project = self.facts.with_suffix(".project")
         self.batches, self.most = numbers.get("batches", 2), numbers.get("most", 1 << 30)
         self.accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=self.batches, mixed_precision="bf16" if self.plan == "mixed" else "no",
+            cpu=True, gradient_accumulation_steps=numbers.get("gathered", self.batches), mixed_precision="bf16" if self.plan == "mixed" else "no",
             dataloader_config=DataLoaderConfiguration(**PLANS[self.plan]),
+            project_config=ProjectConfiguration(str(self.project), automatic_checkpoint_naming=self.plan == "named"),
         )  # fmt: skip
         prepared = self.accelerator.prepare(*made(self.plan))
         self.first, self.second, *self.optimizers, self.scheduler, self.loader, self.checks = prepared
@@ -187,7 +217,7 @@ class Loop:
                 self.loader.set_epoch(epoch)
             for batch in self.rest_of_epoch():
                 self.train(batch)
-                if self.accelerator.sync_gradients:
+                if self.accelerator.sync_gradients or self.plan == "parts":
                     self.finish()
                     if self.is_over:
                         break
@@ -228,6 +258,9 @@ class Loop:
         if self.plan == "best" and self.step % 4 == 3:
             self.accelerator.save_state(str(self.facts.with_suffix(f".own{self.step}")))
             self.reached("saving", self.step + 1)
+        if self.plan == "named" and self.step % 4 == 3:
+            self.accelerator.save_state()
+            self.reached("saving", self.step + 1)
         self.checkpointer.step(self.step)
         self.step += 1
         self.reached("step", self.step)
@@ -255,6 +288,7 @@ class Loop:
             "losses": self.best.losses, "best": digest(list(self.best.weights.values())), "waited": self.best.waited,
             "rows": dict(map(json.loads, self.seen.read_text().splitlines())), "random": torch.rand(1).item().hex(),
             "own": sorted(path.name for path in self.facts.parent.iterdir() if ".own" in path.name),
+            "named": sorted(path.name for path in self.project.glob("checkpoints/*")),
         }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import sys
 import warnings
 from collections.abc import Iterator
@@ -74,6 +75,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "short": {**each(3, "eval", "logging"), "save_strategy": "no"},
     "thaws": {**each(3, "eval", "logging"), "save_strategy": "no"},
     "loader": {**each(2, "eval", "logging"), "save_strategy": "no"},
+    "drawn": {**each(3, "eval", "logging"), "save_strategy": "no"},
+    "unseeded": {**each(3, "eval", "logging"), "save_strategy": "no", "accelerator_config": {"use_seedable_sampler": False}},
+    "fits": {**each(3, "eval", "logging"), "save_strategy": "no", "auto_find_batch_size": True},
+    "by epochs": {**EPOCHS, **BEST, "greater_is_better": True, "max_steps": 60},
     "draws": {**each(1, "save"), **each(2, "logging")},
     "plain": {**each(5, "logging"), "save_strategy": "no", "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 3, "label_smoothing_factor": 0.1},
 }  # fmt: skip
@@ -107,6 +112,22 @@ class Short(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         yield from rows(0)
+
+
+class Drawn(torch.utils.data.Sampler):  # type: ignore[type-arg]
+    """Rows in an order that depends on the orders before it: a generator of its own, a count, a list that is shuffled in place."""
+
+    def __init__(self) -> None:
+        self.rows, self.epoch, self.numbers = list(range(ROWS)), 0, np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        random.shuffle(self.rows)
+        cut = int(self.numbers.integers(ROWS)) + self.epoch
+        yield from (self.rows[(row + cut) % ROWS] for row in range(ROWS))
 
 
 STRIKE = Strike()
@@ -161,6 +182,7 @@ class Counts(TrainerCallback, ExportableState):
         self.last = digest(list(model.parameters()))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.rand(1)
         # A restart within an epoch begins it once more.
         self.count["epochs begun"] += float(state.epoch or 0.0).is_integer()
 
@@ -226,7 +248,7 @@ class Thaws(TrainerCallback):
 class Story(Trainer):
     """A subclass as people write them; `other` is a network of its own with an optimizer of its own."""
 
-    is_loader_own = False
+    is_loader_own = is_order_own = is_memory_short = False
 
     def __init__(self, *args: Any, two: bool, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -241,7 +263,12 @@ class Story(Trainer):
             self.train_dataset, batch_size=4, shuffle=True, collate_fn=self.data_collator
         )
 
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return Drawn() if self.is_order_own else super()._get_train_sampler(*args)
+
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+        if self.is_memory_short and self._train_batch_size > 2 and self.state.global_step >= 2:
+            raise RuntimeError("CUDA out of memory.")
         loss = super().training_step(*args, **options)
         if self.two and self.state.global_step % 2 == 0:
             self.second.zero_grad()
@@ -291,7 +318,7 @@ def live(words: list[str]) -> None:
     callbacks += [Asks()] if options.plan == "hooks" else []
     cuts = Cuts()
     callbacks += {"cut": [cuts], "thaws": [Thaws()]}.get(options.plan, [])
-    data = {"stream": Stream(), "short": Short()}.get(options.plan) or rows(0)
+    data = {"stream": Stream(), "short": Short(), "by epochs": Short()}.get(options.plan) or rows(0)
     two = options.plan == "two"
     collator = masked if options.plan == "draws" else default_data_collator
     trainer = Story(
@@ -299,6 +326,7 @@ def live(words: list[str]) -> None:
         callbacks=callbacks, two=two,
     )  # fmt: skip
     cuts.trainer, trainer.is_loader_own = trainer, options.plan == "loader"
+    trainer.is_order_own, trainer.is_memory_short = options.plan == "drawn", options.plan == "fits"
     more = {"other": trainer.other, "second": trainer.second} if two else {}
     trainer = keep(trainer, options.root, every=options.every, **more)
     trainer.add_callback(counts)  # behind holdfast's own

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -35,6 +36,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
 from story_server import serve
 from story_strike import Strike
@@ -52,6 +54,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "plateau": {"max_epochs": 2, "val_check_interval": 5},
     "stops": {"max_epochs": 4, "val_check_interval": 2},
     "manual": {"max_epochs": 2, "val_check_interval": 5},
+    "manual norms": {"max_epochs": 2, "val_check_interval": 5},
     "iterable": {"max_epochs": 2, "val_check_interval": 5},
     "workers": {"max_epochs": 2, "val_check_interval": 5},
     "saves": {"max_epochs": 2, "val_check_interval": 3},
@@ -67,6 +70,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "own order": {"max_epochs": 3, "val_check_interval": 5},
     "cuts": {"max_epochs": 3, "val_check_interval": 4},
     "finds": {"max_epochs": 2, "val_check_interval": 5},
+    "weighted": {"max_epochs": 3, "val_check_interval": 5, "use_distributed_sampler": True},
+    "shared": {"max_epochs": 3, "val_check_interval": 5, "use_distributed_sampler": True},
+    "shuffled": {"max_epochs": 3, "val_check_interval": 5},
+    "measured": {"max_epochs": 3, "val_check_interval": 5},
+    "reloads": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
+    "best": {"max_epochs": 3, "accumulate_grad_batches": 4, "val_check_interval": 2},
     "endless": {"max_epochs": 3, "limit_train_batches": 6, "limit_val_batches": 0},
 }
 
@@ -102,6 +111,15 @@ class Data(LightningDataModule):
         if self.plan == "endless":  # no position, but a generator of its own
             own = torch.Generator().manual_seed(5)
             return torch.utils.data.DataLoader(rows, batch_size=BATCH, shuffle=True, generator=own)
+        if self.plan == "weighted":  # of two ranks Lightning shares it out
+            weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(8))
+            sampler = torch.utils.data.WeightedRandomSampler(weights.tolist(), ROWS)
+            return StatefulDataLoader(rows, batch_size=BATCH, sampler=sampler)
+        if self.plan == "shuffled":  # by the number of the epoch
+            shuffled = torch.utils.data.DistributedSampler(rows, num_replicas=1, rank=0)
+            return StatefulDataLoader(rows, batch_size=BATCH, sampler=shuffled)
+        if self.plan == "reloads":
+            rows = rows + self.trainer.current_epoch
         own = torch.Generator().manual_seed(5) if self.plan == "own order" else None
         workers = 2 * (self.plan == "workers")
         return StatefulDataLoader(rows, batch_size=BATCH, shuffle=True, generator=own, num_workers=workers)
@@ -127,10 +145,13 @@ class Model(LightningModule):
         self.plan = plan
         self.automatic_optimization = "manual" not in plan
         self.body = torch.nn.Sequential(torch.nn.Linear(WIDTH, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, WIDTH))
+        if plan == "manual norms":  # statistics differ by rank, for nobody sends them
+            self.body.append(torch.nn.BatchNorm1d(WIDTH))
         self.other = torch.nn.Linear(WIDTH, WIDTH)
         if plan == "compiled":
             self.body = torch.compile(self.body, backend="eager")
         self.register_buffer("mean", torch.zeros(WIDTH, 16).T.contiguous())
+        self.error = torchmetrics.MeanSquaredError()
         self.seen, self.lr = 0.0, 1e-2
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
@@ -139,6 +160,11 @@ class Model(LightningModule):
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor | None:
         loss = self._loss(batch)
         self.log("train", loss, on_step=True, on_epoch=True)
+        if self.plan == "measured":
+            self.error(loss.detach(), torch.zeros(()))
+            self.log("error", self.error, on_step=False, on_epoch=True)
+            if index % 5 == 0:
+                self.log("seldom", loss)
         self.seen += float(loss.detach())
         if self.automatic_optimization:
             return loss
@@ -291,6 +317,8 @@ def callbacks_of(plan: str, options: argparse.Namespace) -> list[Any]:
     if plan == "job":
         best = Saves(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)
         return [EarlyStopping("val", patience=9), best, EMAWeightAveraging(), LearningRateMonitor()]
+    if plan == "best":  # in a directory that the logger names, anew at each start
+        return [ModelCheckpoint(monitor="val", save_top_k=2)]
     if plan == "average":
         return [WeightAveraging(use_buffers=False)]
     by_epoch = {
@@ -327,11 +355,13 @@ def live(words: list[str]) -> None:
     kept = [] if options.zero else [keeper(options.root, every=options.every)]
     callbacks = [*callbacks_of(options.plan, options), *kept, counts]
     torch.manual_seed(7 + rank)
+    loggers = [CSVLogger(options.facts.parent), lines] if options.plan == "best" else lines
+    settings = {"use_distributed_sampler": False, **PLANS[options.plan]}
     trainer = Trainer(
-        accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto", logger=lines,
+        accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto", logger=loggers,
         callbacks=callbacks, log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, enable_checkpointing=options.plan in ("job", "saves", "seldom", "manual and seldom"), default_root_dir=options.facts.parent,
-        **PLANS[options.plan],
+        enable_checkpointing=options.plan in ("job", "saves", "seldom", "manual and seldom", "best"), default_root_dir=options.facts.parent,
+        **settings,
     )  # fmt: skip
     trainer.fit(model, data, ckpt_path=options.resume)
     every = [(one.state, each) for one in trainer.optimizers for group in one.param_groups for each in group["params"]]
@@ -341,13 +371,14 @@ def live(words: list[str]) -> None:
     own = options.facts.with_suffix(".own")
     facts = {
         "step": trainer.global_step, "epoch": trainer.current_epoch, "parameters": digest(list(model.parameters())),
-        "average": digest([model.mean]), "optimizer": digest(moments), "seen": model.seen.hex(), "asked": data.asked,
+        "buffers": digest(list(model.buffers())), "optimizer": digest(moments), "seen": model.seen.hex(), "asked": data.asked,
         "rates": [group["lr"] for one in trainer.optimizers for group in one.param_groups], "counts": counts.count,
         "by hook": counts.by_hook, "logged": lines.all(), "random": torch.rand(1).item().hex(),
         "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
         "own": sorted(path.name for path in own.iterdir()) if own.is_dir() else [],
         "stopped": [one.wait_count for one in callbacks if isinstance(one, EarlyStopping)],
         "average model": [digest(list(one._average_model.parameters())) for one in callbacks if isinstance(one, WeightAveraging)],
+        "best": [[float(score).hex() for score in one.best_k_models.values()] for one in callbacks if options.plan == "best" and isinstance(one, ModelCheckpoint)],
         "starts": counts.starts,
     }  # fmt: skip
     if rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.adapters.accelerate_loaders import Loaders
+from holdfast.adapters.hf_parts.accelerate_loaders import Loaders
+from holdfast.adapters.huggingface import _refuse_local_sgd
+from holdfast.base.errors import UsageError
+from holdfast.checkpoint.usage import carried_tensors
 from stories_kit import (
     WHOM,
     Stories,
@@ -66,13 +70,18 @@ MATRIX = {
     "compiled": "begin:3 eval:4 step:5 begin:6 eval:8 epoch:10 step:15",
     "mixed": "begin:3 part:4 step:5 begin:6 step:8 epoch:10 step:15",
     "plateau": "begin:3 eval:4 step:4 step:5 eval:6 begin:7 eval:10 step:12 over:12",
+    "drawn": "begin:3 step:5 begin:6 part:7 step:10 begin:12 step:15",
 }
-# One rank: two loaders side by side, batches by a sampler of the script's own, an evaluation that is broken off.
-MORE = {"others": "begin:2 part:3 eval:4 step:4 begin:5 step:5 part:7 step:8 epoch:10 begin:11 step:15"}
+# One rank: two loaders side by side, batches by a sampler of the script's own, an evaluation that is broken off; steps that are
+# reported within an accumulation.
+MORE = {
+    "parts": "begin:3 step:3 step:8 begin:9 step:10 epoch:10 begin:15",
+    "others": "begin:2 part:3 eval:4 step:4 begin:5 step:5 part:7 step:8 epoch:10 begin:11 step:15",
+}
 # Where the order comes from, what two ranks come to, and who is killed there.
 TWO = [
     ("process", "step:4", 0), ("generator", "step:8", -1), ("seedable", "step:8", -1), ("stateful", "step:8", -1),
-    ("evaluates", "eval:4", 1), ("evaluates", "eval:4", -1), ("best", "saving:4", 1), ("best", "epoch:6", -1),
+    ("parts", "step:3", -1), ("named", "saving:8", -1), ("evaluates", "eval:4", 1), ("evaluates", "eval:4", -1), ("best", "saving:4", 1), ("best", "epoch:6", -1),
 ]  # fmt: skip
 
 # Of two ranks, three steps are an epoch, and twelve are all. In the evaluation behind a step, between it and Accelerate's own save, in that,
@@ -117,7 +126,16 @@ def test_rows_of_a_stream_cut_for_two_ranks_go_on(read: int) -> None:
             stream, num_processes=2, process_index=1, dispatch_batches=False, use_stateful_dataloader=True
         )
         gradients = accelerate.state.GradientState()
-        return shard, Loaders(SimpleNamespace(_dataloaders=[shard], gradient_state=gradients, step=0))
+        return shard, Loaders(
+            SimpleNamespace(
+                _dataloaders=[shard],
+                _optimizers=[],
+                gradient_state=gradients,
+                step=0,
+                sync_gradients=True,
+                project_configuration=SimpleNamespace(automatic_checkpoint_naming=False),
+            )
+        )
 
     whole, saved = loaders()
     epoch = [batch.tolist() for batch in whole]
@@ -130,6 +148,40 @@ def test_rows_of_a_stream_cut_for_two_ranks_go_on(read: int) -> None:
     restored.load_state_dict(state)
     assert [batch.tolist() for batch in again] == (epoch[read:] or epoch)
     assert [batch.tolist() for batch in again] == epoch
+
+
+def test_local_sgd_is_refused() -> None:
+    """Ranks differ there, and of parameters that DDP keeps equal one rank's are saved."""
+    accelerate = pytest.importorskip("accelerate")
+    local_sgd = pytest.importorskip("accelerate.local_sgd")
+    kind = accelerate.utils.DistributedType.MULTI_CPU
+    model = torch.nn.Linear(1, 1)
+    model.no_sync = nullcontext  # type: ignore[assignment]
+    wrapped, other = SimpleNamespace(distributed_type=kind), SimpleNamespace(distributed_type=kind)
+    for _ in range(2):
+        _refuse_local_sgd(wrapped)
+    with pytest.raises(UsageError, match="LocalSGD lets the parameters of the ranks differ"):
+        local_sgd.LocalSGD(wrapped, model, 2).__enter__()
+    assert local_sgd.LocalSGD(other, model, 2).__enter__() is not None
+    assert local_sgd.LocalSGD(wrapped, model, 2, enabled=False).__enter__() is not None
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_gradients_within_an_accumulation_that_are_too_many_are_refused(
+    is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    accelerator = SimpleNamespace(
+        _dataloaders=[], _optimizers=[torch.optim.SGD([parameter], 0.1)], gradient_state=None, step=1,
+        sync_gradients=is_whole, project_configuration=SimpleNamespace(automatic_checkpoint_naming=False),
+    )  # fmt: skip
+    monkeypatch.setattr(carried_tensors, "MAX_BYTES", 8)
+    if is_whole:
+        assert Loaders(accelerator).state_dict()["gradients"] == {}
+        return
+    with pytest.raises(UsageError, match="within an accumulation, and its gradients cannot be saved"):
+        Loaders(accelerator).state_dict()
 
 
 @pytest.mark.slow
@@ -166,7 +218,15 @@ def test_a_rank_that_is_killed_under_accelerate_launch_is_started_again_and_ends
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "moment", "of"), TWO)
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
-    both_end_undisturbed_when_killed(lives, plan, moment, of)
+    both_end_undisturbed_when_killed(lives, plan, moment, of, more="named")
+
+
+@pytest.mark.parametrize("moment", ["begin:10", pytest.param("saving:8", marks=pytest.mark.slow)])
+def test_saves_that_accelerate_names_by_number_go_on_behind_those_that_are_there(lives: Stories, moment: str) -> None:
+    """Accelerate stops where the directory of the next number exists, and a new process would count from 0."""
+    facts, _ = lives.killed("named", moment)
+    same(facts, lives.undisturbed("named"), more="named")
+    assert len(facts["named"]) == len(lives.undisturbed("named")["named"]) + (moment == "saving:8")
 
 
 @pytest.mark.slow

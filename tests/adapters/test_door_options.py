@@ -51,7 +51,7 @@ def test_a_trainer_that_is_kept_is_not_kept_again(tmp_path: Path, monkeypatch: p
 
         def add_callback(self, _: Any) -> None: ...
 
-    monkeypatch.setattr(huggingface._Keeping, "callback", lambda _: None)
+    monkeypatch.setattr(huggingface._Keeping, "_listen", lambda _: None)
     kept = huggingface.keep(Bare(), tmp_path)
     with pytest.raises(UsageError, match="this Bare is kept already"):
         huggingface.keep(kept, tmp_path)

@@ -45,12 +45,15 @@ MATRIX = {
     "hooks": "begin:3 eval:3 log:3 begin:5 eval:6 begin:7 saving:7 saved:7 begin:8 eval:12 epoch:15 end:15",
     "plateau": "begin:3 eval:4 evaluated:4 begin:5 epoch:5 begin:7 eval:10 eval:12 end:13",
     "compiled": "begin:2 eval:3 begin:4 epoch:5 begin:8 end:13",
+    "unseeded": "begin:3 begin:5 step:6 epoch:10 begin:12",
     "plain": "begin:1 begin:4 log:5 epoch:5 begin:5 begin:6 epoch:10 end:13 over:13",
 }
 
 # One rank: epochs that end before their data does, data that ends where nobody says, a layer that is trained from a step on, a loader
-# of the script's own.
+# of the script's own, and a sampler; the same data evaluated, saved and stopped early by epochs.
 MORE = {
+    "drawn": "begin:3 begin:5 step:6 epoch:5 begin:12",
+    "by epochs": "step:5 epoch:5 eval:5 saved:5 begin:6 eval:10 end:20",
     "cut": "begin:2 epoch:3 begin:3 begin:5 epoch:7 step:8 begin:9 begin:14 end:17",
     "short": "begin:3 begin:5 step:6 begin:7 eval:9 begin:12 end:13",
     "thaws": "begin:3 step:4 begin:4 begin:8 end:13",
@@ -92,11 +95,14 @@ def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Stories, plan: str, mo
 
 
 @pytest.mark.slow
-def test_the_version_of_the_last_step_has_its_weights_and_not_the_best_ones(lives: Stories) -> None:
+@pytest.mark.parametrize(("plan", "step"), [("steps", 13), ("by epochs", 20)])
+def test_the_version_of_the_last_step_has_its_weights_and_not_the_best_ones(
+    lives: Stories, plan: str, step: int
+) -> None:
     """The cadence leaves the last step out, so it is saved at the end, where the trainer loads the best weights."""
-    facts, told = lives.killed("steps", "over:13", "--every", "5")
-    assert facts["starts"] == [13], told
-    same(facts, lives.undisturbed("steps"))
+    facts, told = lives.killed(plan, f"over:{step}", "--every", "7")
+    assert facts["starts"] == [step], told
+    same(facts, lives.undisturbed(plan))
 
 
 @pytest.mark.slow
@@ -107,6 +113,17 @@ def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_sam
     facts, told = lives.killed("rare", moment, "--resume", "last")
     assert facts["starts"][0] in (int(moment.partition(":")[2]), int(moment.partition(":")[2]) - 1), told
     same(facts, lives.undisturbed("rare"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "is_same"), [("begin:1", False), ("begin:7", True)])
+def test_a_smaller_batch_that_is_looked_for_is_trained_on(lives: Stories, moment: str, is_same: bool) -> None:
+    """Memory is short in step 2. What follows then begins anew in an undisturbed run, and with the newest version in one that goes on."""
+    facts, told = lives.killed("fits", moment)
+    undisturbed = lives.undisturbed("fits")
+    assert facts["step"] == undisturbed["step"] == 13, told
+    if is_same:
+        same(facts, undisturbed)
 
 
 @pytest.mark.slow

@@ -87,6 +87,23 @@ def test_folds_that_know_nothing_of_holdfast_each_train(tmp_path: Path) -> None:
     folds_end_as_in_plain_python(WORKER.with_name("lightning_folds.py"), tmp_path)
 
 
+def test_of_several_trainings_with_one_path_the_first_is_kept_and_each_trains_as_ever(tmp_path: Path) -> None:
+    """Also when the script is started again. What trains nothing leaves no handler of signals."""
+    script, single = WORKER.with_name("lightning_stages.py"), dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    ended = []
+    with Workshop(tmp_path):
+        for name, disabled in (("alone", "1"), ("kept", ""), ("again", "")):
+            variables = {**os.environ, **SOURCE, **single, "HOLDFAST_RUNTIME_DIR": str(tmp_path / "runtime")}
+            variables |= {"HOLDFAST_DISABLE": disabled} if disabled else {}
+            command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "root"), str(tmp_path / name)]
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250, check=False)
+            assert done.returncode == 0, done.stderr
+            ended.append(json.loads((tmp_path / name).read_text()))
+            assert done.stderr.count("has trained before") == (0 if disabled else 2)
+    assert ended[0]["let go"]
+    assert ended[0] == ended[1] == ended[2]
+
+
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("epoch", "batch"), [(0, 0), (1, 2), (1, 5)])

@@ -44,17 +44,23 @@ MATRIX = {
     "average": "begin:4 val:5 begin:7 epoch:12 begin:13 val:17 epoch:24 end:24",
     "own": "begin:3 begin:8 epoch:7 begin:9 val:14 epoch:14 end:14",
     "compiled": "begin:7 val:5 epoch:12 begin:13 end:24",
+    "weighted": "begin:4 val:5 epoch:12 begin:14 begin:20 begin:30 end:36",
     # Without a position of its own the data begins anew within an epoch: between two only.
     "endless": "begin:7 begin:13 end:18",
 }
-# One rank: callbacks that change the trainer or its optimizer by the number of the epoch, a generator of the loader's own, a learning rate
-# that is found before the first step of each process.
+# One rank: callbacks that change the trainer or its optimizer by the number of the epoch, a generator of the loader's own, an order by the
+# number of the epoch, metrics, loaders that are made anew, the best so far in a directory of the logger's, a learning rate that is found before the first
+# step of each process.
 MORE = {
     "by epoch": "begin:7 epoch:12 begin:14 val:17 begin:20 end:24",
     "swa": "begin:7 epoch:12 begin:14 begin:26 epoch:36 begin:40 end:48",
     "groups": "begin:7 epoch:12 begin:13 begin:20 begin:30 end:36",
     "own order": "begin:4 val:5 begin:7 epoch:12 begin:14 begin:30",
     "cuts": "begin:4 epoch:7 begin:7 begin:11 val:15 begin:21 end:26",
+    "shuffled": "begin:4 epoch:12 begin:14 begin:20 begin:30",
+    "measured": "begin:4 epoch:12 begin:14 begin:22 begin:24",
+    "reloads": "begin:4 epoch:12 begin:12 begin:14 begin:24 begin:30",
+    "best": "begin:1 begin:4 val:5 begin:5 begin:7 end:9",
     "finds": "begin:4 val:10 begin:14 end:24",
 }
 ANYWHERE = {plan: moments for plan, moments in MATRIX.items() if plan != "endless"}
@@ -153,6 +159,11 @@ def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed
         ("limit", "begin:11"),
         ("job", "begin:4"),
         ("job", "val:8"),
+        ("shared", "begin:6"),
+        ("shared", "begin:9"),
+        ("weighted", "begin:6"),
+        ("weighted", "begin:9"),
+        ("manual norms", "begin:10"),
     ],
 )
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +40,7 @@ def trainer_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "trainer.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(huggingface._Keeping, "callback", lambda _: None)
+    monkeypatch.setattr(huggingface._Keeping, "_listen", lambda _: None)
     monkeypatch.setattr(huggingface._Keeping, "place", lambda _: "kept")
     finder = Finder("ckpts/run1")
     finder.install()
@@ -136,7 +137,7 @@ def test_an_epoch_that_ended_early_is_over_and_other_data_counts_anew() -> None:
     assert epochs.begin(trainer, (0, 0), 5) == (0, 0)
     assert epochs.state(trainer, ended=False) == {}, "the trainer has not said which epoch begins"
     for epoch, steps in ((0, 3), (1, 3)):
-        epochs.data_begins(trainer, epoch)
+        epochs.data_begins(trainer, epoch, None)
         trainer.state.global_step += steps
     saved = epochs.state(trainer, ended=False)
     assert (saved["epoch"], saved["steps"]) == (1, 3)
@@ -161,7 +162,7 @@ def test_an_epoch_in_which_the_training_stops_goes_on_where_more_steps_are_asked
     """The trainer says that an epoch ended also where the training did."""
     epochs, trainer = huggingface._Epochs(), _Epochs()
     epochs.begin(trainer, (0, 0), length)
-    epochs.data_begins(trainer, 0)
+    epochs.data_begins(trainer, 0, None)
     trainer.state.global_step = steps
     trainer.control = SimpleNamespace(should_training_stop=True, should_epoch_stop=stops_epoch)
     saved = epochs.state(trainer, ended=True)
@@ -172,6 +173,21 @@ def test_numbers_of_numpy_and_torch_in_a_log_are_kept_as_plain_ones() -> None:
     assert huggingface._is_plain([{"mine": np.float32(1.5), "other": torch.tensor(2)}])
     assert not huggingface._is_plain([{"mine": torch.ones(2)}])
     assert huggingface._number(np.float32(1.5)) == 1.5
+
+
+def test_each_entry_of_a_log_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = huggingface._Log()
+    entries: list[Any] = [{"loss": 0.5, "step": step} for step in range(5)]
+    assert json.loads(log.text(entries) or "") == entries
+    monkeypatch.setattr(huggingface, "_text", lambda _: "1")
+    entries.append({"loss": float("nan")})
+    entries[2]["mine"] = [1]
+    assert [type(entry) for entry in json.loads(log.text(entries) or "")] == [dict, dict, int, dict, dict, int]
+    monkeypatch.undo()
+    entries[2]["mine"].append(2)
+    assert json.loads(log.text(entries[:3]) or "") == entries[:3], "entries that changed, or are gone"
+    assert log.text([{"mine": torch.ones(2)}]) is None
+    assert log.text([]) == "[]"
 
 
 class _Accelerator:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.adapters import trl_attributes
-from holdfast.adapters.trl_attributes import Attributes
+from holdfast.adapters.hf_parts import trl_attributes
+from holdfast.adapters.hf_parts.trl_attributes import Attributes
 
 
 class Base:

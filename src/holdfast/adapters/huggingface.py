@@ -19,6 +19,7 @@ of TRL are such trainers; what they count besides is kept too (`trl_attributes`)
 
 from __future__ import annotations
 
+import copy
 import functools
 import glob
 import json
@@ -33,10 +34,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.adapters.accelerate_loaders import Loaders
 from holdfast.adapters.dcp.peek import newest
+from holdfast.adapters.hf_parts.accelerate_loaders import Loaders
+from holdfast.adapters.hf_parts.samplers import Samplers
+from holdfast.adapters.hf_parts.trl_attributes import Attributes, is_of_trl, moving_reference, of_transformers
+from holdfast.adapters.hf_parts.unkept_attributes import Unkept
 from holdfast.adapters.options import AGAIN, checked
-from holdfast.adapters.trl_attributes import Attributes, is_of_trl, moving_reference
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, UsageError
@@ -51,6 +54,14 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 # What the trainer counts beside its state, where this version of it does: else reported losses would begin anew.
 _COUNTED = ("_tr_loss", "_globalstep_last_logged", "current_flos", "_total_loss_scalar", "_initial_global_step")
+_REMEDY = (
+    "An ExportableState of transformers is kept, and so is an object with state_dict and load_state_dict that is given by name: "
+    "keep(trainer, path, mine=callback); in a module, a buffer"
+)
+# Modules are many, and what they count changes from the first step on.
+_LOOKS_AT_MODULES = 4
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_OF_KEEP = frozenset(("holdfast", "holdfast_kept"))
 # What `keep` takes hold of. Trainers without one of these do their work for a step in another way.
 _NEEDED = ("callback_handler", "_load_rng_state", "_maybe_log_save_evaluate", "accelerator", "train")
 
@@ -85,7 +96,6 @@ def keep(trainer: Any, root: str | os.PathLike[str], *, config: Config | None = 
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (_Kept, kind), {"__module__": kind.__module__})
     trainer.holdfast = _Keeping(trainer, os.fspath(root), settings.load() if config is None else config, options)
-    trainer.add_callback(trainer.holdfast.callback())
     return trainer
 
 
@@ -114,6 +124,8 @@ def wrap(accelerator: Any, root: str | os.PathLike[str], **options: Any) -> Chec
     objects.setdefault("scaler", accelerator.scaler)
     # Accelerate remembers models as they were before it wrapped them, so that DDP cannot be seen from here.
     by_ddp = str(getattr(accelerator.distributed_type, "value", "")).startswith("MULTI_")
+    if by_ddp:
+        _refuse_local_sgd(accelerator)
     objects["replicated"] = [*options.get("replicated", ()), *(_parameters(objects["model"]) if by_ddp else ())]
     if accelerator._dataloaders:
         objects.setdefault("loaders", Loaders(accelerator))
@@ -127,6 +139,27 @@ def _tell_what_is_late(accelerator: Any) -> None:
     for name in ("prepare", "register_for_checkpointing"):
         method = functools.partial(getattr(type(accelerator), name), accelerator)
         vars(accelerator)[name] = functools.partial(_late, accelerator, name, method)
+
+
+def _refuse_local_sgd(accelerator: Any) -> None:
+    """Make Accelerate's LocalSGD an error with this accelerator: of parameters that DDP keeps equal one rank's are saved."""
+    from accelerate.local_sgd import LocalSGD  # noqa: PLC0415 - there, for its accelerator is
+
+    accelerator.holdfast_has_one_for_all = True
+    if hasattr(LocalSGD.__enter__, "__wrapped__"):
+        return
+    enter = LocalSGD.__enter__
+
+    @functools.wraps(enter)
+    def refusing(local: Any) -> Any:
+        if local.enabled and getattr(local.accelerator, "holdfast_has_one_for_all", False):
+            raise UsageError(
+                "LocalSGD lets the parameters of the ranks differ, so one rank cannot be saved for all, as wrap does",
+                remedy="give a Checkpointer accelerator.unwrap_model(model) instead: every rank's are then saved as its own",
+            )
+        return enter(local)
+
+    LocalSGD.__enter__ = refusing
 
 
 def _late(accelerator: Any, name: str, method: Callable[..., Any], *given: Any, **options: Any) -> Any:
@@ -160,6 +193,7 @@ class _Keeping:
         self._random: dict[str, Any] | None = None
         self._place: tempfile.TemporaryDirectory[str] | None = None
         self._in_epoch = True  # no epoch has ended since the last step
+        self.last_step = _LastStep()
         self._epochs = _Epochs()
         self._trained: Trained | None = None
         self._reported = 0  # the trainer's count of steps when it was reported last
@@ -168,8 +202,11 @@ class _Keeping:
         self._trains = True  # the mode that the model was left in
         self._began_s = 0.0
         self._rests = False  # this call of `train` is not kept
+        self._unkept = Unkept(_REMEDY)
+        self._looks_at_modules = _LOOKS_AT_MODULES
         self.turn: Callable[[], bool] | None = None  # asked at each call of `train` whether it is to be kept
         self.checkpointer: Checkpointer | None = None
+        self._listen()
 
     def rests(self, trial: Any) -> bool:
         """Return whether this call of `train` is the trainer's own affair, and say so.
@@ -230,7 +267,7 @@ class _Keeping:
     def _placed(self, version: Version, saved: _Saved) -> str:
         self._version, self._stopped = version, saved.stopped
         self._epochs = _Epochs(saved.epochs)
-        self._place = tempfile.TemporaryDirectory(prefix="holdfast-trainer-")
+        self._place = self._place or tempfile.TemporaryDirectory(prefix="holdfast-trainer-")
         with open(os.path.join(self._place.name, STATE_FILE), "w", encoding="utf-8") as file:
             file.write(saved.state)
         return self._place.name
@@ -278,6 +315,7 @@ class _Keeping:
             "trains": bool(self._trainer.model.training),
             "epochs": self._epochs.state(self._trainer, ended=not self._in_epoch),
             "trained": self._trained.state_dict() if self._trained is not None else {},
+            "last_step": dict(self.last_step.known),
         }
 
     def count_on(self, state: Mapping[str, Any]) -> None:
@@ -285,6 +323,7 @@ class _Keeping:
         self._spent_s = float(state.get("spent_s", 0.0))
         self._trains = bool(state.get("trains", True))
         self._epochs.count_on(state.get("epochs", {}))
+        self.last_step = _LastStep(state.get("last_step", {}) if self._epochs.skips else {})
         if self._trained is not None:
             self._trained.load_state_dict(state.get("trained") or {"changed": []})
 
@@ -312,17 +351,25 @@ class _Keeping:
         Behind the last step of an epoch the trainer does more, for the epoch: that step is reported with the epoch.
         """
         control, count = self._trainer.control, self._trainer.state.global_step
-        if self.checkpointer is None or count <= self._reported:
-            return
         stops = control.should_training_stop
+        if self.checkpointer is None or count <= self._reported:
+            # Data that tells no length: its last step was reported before anybody knew that the epoch ends, or the training.
+            if self.checkpointer is not None and stops and not self._in_epoch:
+                self._stop(count)
+            return
         ends = float(self._trainer.state.epoch or 0.0).is_integer() or control.should_epoch_stop or stops
         if ends and self._in_epoch:
             return
         self._reported = count
         self.checkpointer.step(count - 1)
-        if stops:  # what is loaded from now on is another state than that of this step
-            self.checkpointer.save(count - 1, "durable")
-            self.checkpointer.settle()
+        if stops:
+            self._stop(count)
+
+    def _stop(self, count: int) -> None:
+        """Keeps the last step: what is loaded from now on is another state."""
+        assert self.checkpointer is not None
+        self.checkpointer.save(count - 1, "durable")
+        self.checkpointer.settle()
 
     def epoch(self, *, ended: bool) -> None:
         """The trainer is about to do what it does for an epoch; or for a step."""
@@ -332,17 +379,53 @@ class _Keeping:
         """All that the script does before the first step is done."""
         if self._trained is not None:
             self._trained.change()
+        self._look()
 
-    def random(self) -> None:
-        """The batches that were trained are skipped: random numbers go on where they were."""
-        if self._random is not None:
+    def _look(self) -> None:
+        """Attributes of the script's own objects that change, and that no version has, are named."""
+        from transformers.trainer_callback import ExportableState  # noqa: PLC0415 - not there without the extra
+
+        trainer, given = self._trainer, {id(each) for each in self._options.values()}
+        callbacks = [each for each in trainer.callback_handler.callbacks if not isinstance(each, ExportableState)]
+        data = [trainer.train_dataset, trainer.data_collator]
+        self._unkept.look(each for each in [*callbacks, *data] if id(each) not in given)
+        if not is_of_trl(trainer):
+            self._unkept.look([trainer], of_transformers() | _OF_KEEP)
+        if (left := self._looks_at_modules) > 0:
+            self._looks_at_modules = left - 1
+            self._unkept.look(trainer.model.modules(), _OF_MODULES)
+
+    def _go_on_here(self) -> None:
+        """Random numbers go on where they were: the next thing is what followed the version."""
+        if self._random is not None and self.goes_on:
             ProcessRandomness().load_state_dict(self._random)
+        self._random = None
+
+    def skipped(self) -> None:
+        """The batches that were trained are skipped. Where there are none, callbacks may have drawn numbers for the epoch."""
+        if self._epochs.skips:
+            self._go_on_here()
+
+    def nothing_is_skipped(self) -> None:
+        """An epoch begins, or the training ends; no callback has drawn random numbers for that yet."""
+        if not self._epochs.skips:
+            self._go_on_here()
 
     def end(self) -> None:
         """The training is over: its last step is durable."""
         if self.checkpointer is not None:
             self.checkpointer.close()
         self.leave()
+
+    def attempt(self) -> None:
+        """The trainer sets out to train, for a second time where it looks for a batch that fits: then from the newest version."""
+        if self.checkpointer is None:
+            return
+        self.checkpointer.abandon()
+        self.checkpointer, self._epochs, self._in_epoch, self.last_step = None, _Epochs(), True, _LastStep()
+        found = None if self._place is None else newest(self.root, self._config, _saved)
+        if found is not None:
+            self._placed(*found)
 
     def leave(self) -> None:
         """Nothing is left of an earlier call of `train`."""
@@ -353,22 +436,28 @@ class _Keeping:
             self._place.cleanup()
             self._place = None
         self._version, self._stopped, self._trained = None, False, None
-        self._epochs, self._in_epoch = _Epochs(), True
+        self._epochs, self._in_epoch, self.last_step = _Epochs(), True, _LastStep()
 
     def epochs(self, began: tuple[int, int], steps_in_epoch: Any) -> tuple[int, int]:
         """Return whole epochs and batches of the one behind them that are trained; the trainer's answer is `began`."""
         return self._epochs.begin(self._trainer, began, steps_in_epoch)
 
-    def epoch_begins(self, epoch: Any) -> None:
+    def epoch_begins(self, epoch: Any, loader: Any) -> None:
         """The trainer is about to ask for the data of an epoch."""
         if self.checkpointer is not None:
-            self._epochs.data_begins(self._trainer, epoch)
+            self._epochs.data_begins(self._trainer, epoch, loader)
 
-    def callback(self) -> Any:
-        """The trainer's callback."""
+    def _listen(self) -> None:
+        """Hears of what the trainer does: behind the callbacks that it has, and of an epoch's beginning before them."""
         import transformers  # noqa: PLC0415 - not there without the extra
 
         keeping = self
+
+        class HoldfastFirst(transformers.TrainerCallback):  # type: ignore[misc]
+            """Speaks before a callback of the script may draw random numbers."""
+
+            def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+                keeping.nothing_is_skipped()
 
         class HoldfastCallback(transformers.TrainerCallback):  # type: ignore[misc]
             """Begins, tells steps from epochs, ends."""
@@ -388,7 +477,8 @@ class _Keeping:
             def on_train_end(self, *_: Any, **__: Any) -> None:
                 keeping.end()
 
-        return HoldfastCallback()
+        self._trainer.callback_handler.callbacks.insert(0, HoldfastFirst())
+        self._trainer.add_callback(HoldfastCallback())
 
 
 class _Kept:
@@ -413,9 +503,10 @@ class _Kept:
         return None if self.holdfast.owns(place) else super()._load_scaler(place)  # type: ignore[misc]
 
     def _load_rng_state(self, place: Any) -> Any:
-        return self.holdfast.random() if self.holdfast.owns(place) else super()._load_rng_state(place)  # type: ignore[misc]
+        return self.holdfast.skipped() if self.holdfast.owns(place) else super()._load_rng_state(place)  # type: ignore[misc]
 
     def _init_training_state(self, steps: Any, steps_in_epoch: Any, epochs: Any, *args: Any, **options: Any) -> Any:
+        self.holdfast.attempt()
         began = super()._init_training_state(steps, steps_in_epoch, epochs, *args, **options)  # type: ignore[misc]
         if not self.holdfast.is_over:
             return self.holdfast.epochs(began, steps_in_epoch)
@@ -427,11 +518,12 @@ class _Kept:
         return epochs, 0  # none of them is begun
 
     def _run_epoch(self, *args: Any, **options: Any) -> Any:
-        self.holdfast.epoch_begins(options.get("epoch"))
+        self.holdfast.epoch_begins(options.get("epoch"), options.get("train_dataloader"))
         return super()._run_epoch(*args, **options)  # type: ignore[misc]
 
-    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
-        super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **options: Any) -> None:
+        grad_norm, options = self.holdfast.last_step.told(grad_norm, options)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **options)  # type: ignore[misc]
         self.holdfast.done()
 
     def _evaluate(self, *args: Any, **options: Any) -> Any:
@@ -441,16 +533,42 @@ class _Kept:
         return super()._evaluate(*args, **options)  # type: ignore[misc]
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        if self.holdfast.is_over:
+            self.holdfast.nothing_is_skipped()
         # Reported losses and speeds are those of all steps, so the time is that of all processes.
         return super()._finalize_training(trial, num_train_samples, start_time - self.holdfast.spent_s)  # type: ignore[misc]
+
+
+class _LastStep:
+    """Knows what the trainer logs of its last step, learning rate and norm of the gradients: who goes on behind it has not made it.
+
+    Args:
+        saved: what the version says, where batches of an epoch are skipped.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+        self.known = dict(saved or {})
+        self._is_saved = bool(saved)
+
+    def told(self, grad_norm: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the trainer's norm and options of its call; where it made no step since the restart, those of the version."""
+        if options.get("learning_rate") is None:
+            is_saved, self._is_saved = self._is_saved, False
+            if not is_saved or "learning_rate" not in options:
+                return grad_norm, options
+            return self.known.get("grad_norm"), {**options, "learning_rate": self.known["learning_rate"]}
+        self.known, self._is_saved = {"learning_rate": options["learning_rate"]}, False
+        if isinstance(grad_norm, float) or type(grad_norm) is torch.Tensor:
+            self.known["grad_norm"] = grad_norm
+        return grad_norm, options
 
 
 class _Epochs:
     """Tells where the trainer is in its epochs, which its count of steps alone does not say.
 
     An epoch may end before its data does (`should_epoch_stop`), and data that tells no length ends where it ends. So the epoch is
-    kept, the batches of it that were trained, and the random numbers that it began with, from which a loader of the script's
-    own draws its order.
+    kept, the batches of it that were trained, and the random numbers that it began with, those of the process and of samplers,
+    from which a loader of the script's own draws its order.
 
     Args:
         saved: what the version says; empty if there is none, or one of before.
@@ -460,8 +578,11 @@ class _Epochs:
         self._saved = dict(saved or {})
         self._epoch, self._first, self._length = 0, 0, 0
         self._random: dict[str, Any] = {}
-        self._goes_on = False
+        self._samplers: Samplers | None = None
+        self._drawn: dict[str, Any] = {}  # what the samplers began the epoch with
+        self._goes_on = self._is_same = False
         self._is_told = False  # the trainer says which epoch begins
+        self.skips = False  # batches of the first epoch are trained already
 
     def begin(self, trainer: Any, began: tuple[int, int], length: Any) -> tuple[int, int]:
         """Return whole epochs and batches of the one behind them that are trained.
@@ -473,16 +594,16 @@ class _Epochs:
         goes_on = bool(saved) and not trainer.args.ignore_data_skip
         if goes_on and saved.get("of") == self._of(trainer):
             epochs, batches = saved["epoch"], saved["steps"] * trainer.args.gradient_accumulation_steps
-            self._goes_on = batches > 0
-        self._epoch = epochs
+            self._goes_on, self._is_same = batches > 0, True
+        self._epoch, self.skips = epochs, batches > 0
         self._first = trainer.state.global_step - batches // trainer.args.gradient_accumulation_steps
         return epochs, batches
 
     def count_on(self, state: Mapping[str, Any]) -> None:
         """Everything is restored, tensors too."""
-        self._saved["random"] = state.get("random") or {}
+        self._saved["random"], self._saved["samplers"] = state.get("random") or {}, state.get("samplers") or {}
 
-    def data_begins(self, trainer: Any, epoch: Any) -> None:
+    def data_begins(self, trainer: Any, epoch: Any, loader: Any) -> None:
         """An epoch's data is about to be asked for; that of one which was broken off begins as it did then."""
         self._is_told = epoch is not None
         if self._goes_on and self._saved["random"]:
@@ -492,7 +613,11 @@ class _Epochs:
             if epoch != self._epoch:
                 self._epoch, self._first = epoch, trainer.state.global_step
             self._random = ProcessRandomness().state_dict()
-        self._goes_on = False
+        self._samplers = self._samplers or Samplers(loader)
+        if self._is_same:
+            self._samplers.load_state_dict(self._saved["samplers"])
+        self._drawn = self._samplers.state_dict()
+        self._goes_on = self._is_same = False
 
     def state(self, trainer: Any, *, ended: bool) -> dict[str, Any]:
         """Return the place behind the last step; nothing of a trainer that does not say which epoch begins."""
@@ -500,8 +625,10 @@ class _Epochs:
             return {}
         steps = trainer.state.global_step - self._first
         if ended and self._is_whole(trainer, steps):
-            return {"epoch": self._epoch + 1, "steps": 0, "random": {}, "of": self._of(trainer)}
-        return {"epoch": self._epoch, "steps": steps, "random": self._random if steps else {}, "of": self._of(trainer)}
+            drawn = self._samplers.state_dict() if self._samplers is not None else {}
+            return {"epoch": self._epoch + 1, "steps": 0, "random": {}, "samplers": drawn, "of": self._of(trainer)}
+        place = {"epoch": self._epoch, "steps": steps, "of": self._of(trainer)}
+        return {**place, "random": self._random if steps else {}, "samplers": self._drawn}
 
     def _is_whole(self, trainer: Any, steps: int) -> bool:
         """Return whether an epoch that the trainer calls ended is: it says so of one, too, in which the whole training stops."""
@@ -535,6 +662,7 @@ class _Counts:
         self._trainer = trainer
         self._keeping = keeping
         self._told = {"stateful_callbacks"}  # objects, of which the states are kept
+        self._log = _Log()
 
     def _tell(self, names: set[str]) -> None:
         if left := sorted(names - self._told):
@@ -545,14 +673,16 @@ class _Counts:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as the text of its own file, and the counts."""
-        state = self._trainer.state
-        kept = {name: value for name, value in vars(state).items() if _is_plain(value)}
-        self._tell(vars(state).keys() - kept.keys())
+        state = dict(vars(self._trainer.state))
+        history = self._log.text(state.pop("log_history", []))
+        kept = {name: value for name, value in state.items() if _is_plain(value)}
+        self._tell(state.keys() - kept.keys() | ({"log_history"} if history is None else set()))
         states = _states(self._exportable())
         if _is_plain(states):
             kept["stateful_callbacks"] = states
         counted = {name: getattr(self._trainer, name) for name in _COUNTED if hasattr(self._trainer, name)}
-        return {"state": json.dumps(kept, sort_keys=True, default=_number), **counted, **self._keeping.counted()}
+        text = f'{{"log_history": {history or "[]"}, {_text(kept)[1:]}'
+        return {"state": text, **counted, **self._keeping.counted()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The trainer has read its state from the file already; callbacks and counts are put back."""
@@ -639,9 +769,31 @@ def _saved(values: Mapping[str, Any], rank: int) -> _Saved:
     )
 
 
+class _Log:
+    """Writes a list of entries that grows, each of them once: that of a long training would take longer than its steps."""
+
+    def __init__(self) -> None:
+        self._written: list[tuple[Any, str]] = []
+
+    def text(self, entries: list[Any]) -> str | None:
+        """Return the text of all; None if one cannot be written as JSON."""
+        del self._written[len(entries) :]
+        for place, entry in enumerate(entries):
+            is_new = place == len(self._written)
+            if is_new or self._written[place][0] != entry:
+                if not _is_plain(entry):
+                    return None
+                self._written[place : place + 1] = [(copy.deepcopy(entry), _text(entry))]
+        return f"[{', '.join(text for _, text in self._written)}]"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_number)
+
+
 def _is_plain(value: Any) -> bool:
     try:
-        json.dumps(value, default=_number)
+        _text(value)
     except (TypeError, ValueError):
         return False
     return True

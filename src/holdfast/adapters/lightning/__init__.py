@@ -34,6 +34,7 @@ from holdfast.base import config as settings
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.model import Version
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,9 @@ class Keeping:
                 "fast_dev_run: nothing is restored and nothing is saved, as with Lightning's own checkpoints"
             )
             return
-        if self._turn is not None and not self._turn():
+        if 0 in [getattr(trainer, limit, None) for limit in ("max_epochs", "max_steps", "limit_train_batches")]:
+            return  # it trains nothing, and is to leave everything as it is
+        if os.fspath(self._root) in open_checkpointers.ended or (self._turn is not None and not self._turn()):
             logger.warning(AGAIN, type(trainer).__name__, self._root, "keeper(path)")
             return
         self._place = place = Place(trainer)
@@ -194,6 +197,7 @@ class Keeping:
         """Stands behind what the loops do for a batch and for an epoch, and around the beginning of their data."""
         self._fit = fit
         self._wrap("run", self._run)
+        self._wrap("_load_combined_loader_states", self._data_is_made)
         self._wrap("on_run_start", self._run_starts)
         self._wrap("on_advance_end", self._epoch_ends)
         self._wrap("epoch_loop.on_run_start", self._data_begins)
@@ -219,6 +223,8 @@ class Keeping:
         self._keep_sigterm(fit.trainer)
         if self._random is None or place is None or not place.is_over:
             run()
+            if self.checkpointer is not None:  # nothing was to be trained, and nobody was told of an end
+                self.end()
             return
         logger.warning("the training in %s ended with step %d: nothing is trained", self._root, self._last + 1)
         fit.setup_data()
@@ -229,6 +235,11 @@ class Keeping:
             fit.advance()
             fit.on_advance_end()
         fit.on_run_end()
+
+    def _data_is_made(self, load: Callable[[], None]) -> None:
+        if self._place is not None:
+            self._place.data_is_made()
+        load()
 
     def _keep_sigterm(self, trainer: Any) -> None:
         """SIGTERM is the checkpointer's: it ends all ranks at one step, behind all that is done for that.
@@ -278,8 +289,10 @@ class Keeping:
             self.checkpointer.settle()
 
     def end(self) -> None:
-        """The training is over: its last step is durable."""
+        """The training is over: its last step is durable. Another one of this script is not to go on with it."""
         self._let_go()
+        if self._last >= 0:
+            open_checkpointers.ended.add(os.fspath(self._root))
         if self.checkpointer is not None:
             self.checkpointer.close()
             self.checkpointer = None

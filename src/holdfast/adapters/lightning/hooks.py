@@ -9,12 +9,15 @@ order, when model and optimizers are there already. Called by `adapters.lightnin
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from typing import Any
 
 WEIGHTS = "state_dict"
 # Modules that define the hooks that do nothing.
 _EMPTY = ("lightning.pytorch.c", "pytorch_lightning.c")
+# By these a ModelCheckpoint tells that it has a step already, or still has one to save; its own state leaves them out.
+_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 
 
 class FitHooks:
@@ -29,6 +32,8 @@ class FitHooks:
         self._trainer = trainer
         self._callbacks = [callback for callback in trainer.callbacks if callback is not own]
         self._trains = False
+        self._saves = [one for one in self._callbacks if all(hasattr(one, name) for name in _SAVED)]
+        self._follow = [one for one in self._saves if _is_named_by_logger(trainer, one)]
 
     def begin(self) -> None:
         """Let hooks be called; before they may miss what the training makes."""
@@ -42,6 +47,7 @@ class FitHooks:
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # kept for itself: to ask for its numbers is to wait
         precision = {} if scaler is not None else dict(trainer.precision_plugin.state_dict())
         state: dict[str, Any] = {"callbacks": self._states(), "precision": precision}
+        state["saved"] = {each.state_key: [getattr(each, name) for name in _SAVED] for each in self._saves}
         if trainer.datamodule is not None:
             state["data"] = dict(trainer.datamodule.state_dict())
         if not self._hooked():
@@ -76,7 +82,12 @@ class FitHooks:
             callback.on_load_checkpoint(trainer, module, checkpoint)
         for callback in self._callbacks:
             if of_one := state["callbacks"].get(callback.state_key):
+                if callback in self._follow and os.path.isdir(of_one.get("dirpath") or ""):
+                    callback.dirpath = of_one["dirpath"]  # in another one it would forget what was the best
                 callback.load_state_dict(copy.deepcopy(of_one))
+        for callback in self._saves:
+            for name, value in zip(_SAVED, state.get("saved", {}).get(callback.state_key, ()), strict=False):
+                setattr(callback, name, value)
         if state["precision"]:
             trainer.precision_plugin.load_state_dict(state["precision"])
         self._trains = True
@@ -123,6 +134,19 @@ class FitHooks:
         if state.get("data"):
             checkpoint[type(trainer.datamodule).__qualname__] = state["data"]
         return checkpoint
+
+
+def _is_named_by_logger(trainer: Any, callback: Any) -> bool:
+    """Returns whether a ModelCheckpoint was given no directory, and saves where the first logger writes: a new one at each start. Collective."""
+    given, resolve = callback.dirpath, getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)
+    if resolve is None:
+        return False
+    callback.dirpath = None
+    try:
+        is_that = resolve(trainer) == given
+    finally:
+        callback.dirpath = given
+    return bool(trainer.strategy.broadcast(is_that))
 
 
 def _overrides(thing: Any, method: str) -> bool:

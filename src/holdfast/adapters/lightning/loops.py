@@ -13,6 +13,7 @@ Knows the trainer only by what it is asked with. Called by `adapters.lightning`.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,12 +21,18 @@ from typing import Any
 
 import torch.utils.data
 
+from holdfast.adapters.lightning.logged import Resumed, metrics_of, put_back, resume_sums, sums_of
+from holdfast.adapters.lightning.orders import Order, orders_of, samplers_of, shared_out
 from holdfast.base import config as settings
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.trained_parameters import Trained
 
+logger = logging.getLogger(__name__)
+
 # Dicts of the logger connector with the last value that was logged under each name.
 _LAST_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+# Whether DDP sends buffers before its next forward. With manual optimization it does so at the first one only.
+_SENDS_BUFFERS = "require_forward_param_sync"
 # Callbacks of Lightning that set the trainer up for an epoch when it starts, by its number.
 _BY_EPOCH = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
@@ -42,6 +49,10 @@ class Place:
         self._fit = trainer.fit_loop
         self._generators: list[torch.Tensor] = []
         self._loaders: list[Any] = []
+        self._reloads: tuple[float, float] | None = None  # epochs in which loaders were made anew
+        self._begun_with: Any = None
+        self._orders: list[Order] = []
+        self._drawn: list[dict[str, Any]] = []
         self._within = False
         self._stepped = 0  # what the log counts steps by
         self._trained = Trained(trainer.lightning_module)
@@ -56,10 +67,14 @@ class Place:
         connector = self._trainer._logger_connector
         return {
             "loops": loops,
+            "orders": [order.drawn for order in self._orders],
             "generators": [generator.get_state() for generator in _generators(self._fit)],
             "logged": {name: dict(getattr(connector, name, {})) for name in _LAST_LOGGED},
-            "sums": _sums(self._fit.epoch_loop._results),
+            "sums": sums_of(self._fit.epoch_loop._results),
+            "metrics": metrics_of(self._trainer.lightning_module),
             "should_stop": bool(self._trainer.should_stop),
+            "reloads": [self._fit._last_train_dl_reload_epoch, self._fit.epoch_loop.val_loop._last_val_dl_reload_epoch],
+            "sends_buffers": getattr(self._trainer.strategy.model, _SENDS_BUFFERS, None),
             "launch": settings.launch(),
             "trained": self._trained.state_dict(),
         }
@@ -69,19 +84,23 @@ class Place:
         self._fit.load_state_dict(state["loops"])
         self._stepped = self._fit.epoch_loop._batches_that_stepped
         self._trained.load_state_dict(state.get("trained") or {"changed": []})
+        if state.get("sends_buffers") is not None and hasattr(self._trainer.strategy.model, _SENDS_BUFFERS):
+            setattr(self._trainer.strategy.model, _SENDS_BUFFERS, state["sends_buffers"])
         # Of loops that ran before in this process, to find a learning rate: the data begins anew, and so do sums.
         self._fit._combined_loader = None
         self._fit.epoch_loop._results.clear()
         progress = self._fit.epoch_progress.current
         self._within = progress.completed != progress.ready
-        self._generators = state["generators"]
+        self._generators, self._reloads = state["generators"], state.get("reloads")
+        self._drawn = state.get("orders") or []
         self._trainer.should_stop = state["should_stop"]
         connector = self._trainer._logger_connector
         for name, logged in state["logged"].items():
             getattr(connector, name).update(logged)
+        put_back(self._trainer.lightning_module, state.get("metrics") or {})
         if self._within:
             connector._first_loop_iter = False
-            _resume_sums(self._fit.epoch_loop._results, state["sums"])
+            resume_sums(self._fit.epoch_loop._results, state["sums"])
         else:
             self._loaders, self._fit._combined_loader_states_to_load = self._fit._combined_loader_states_to_load, []
             self._restarted(False)
@@ -116,6 +135,8 @@ class Place:
         Args:
             random: the state of the process's random numbers in the version; None if nothing was loaded.
         """
+        if random is not None:
+            self._tell_of_workers()
         if random is None:
             yield
         elif self._within:
@@ -125,14 +146,44 @@ class Place:
             self._fit.epoch_loop._batches_that_stepped = self._stepped
             self._set_generators()  # iterators have drawn from them, to begin the epoch again
             ProcessRandomness().load_state_dict(random)
+        elif self._fit._combined_loader is not self._begun_with:
+            yield  # made anew for this epoch, as in a run that was never interrupted
         else:
             now = ProcessRandomness().state_dict()  # hooks of the epoch's beginning have drawn already
             twice = self._position()
             self._set_generators()
             ProcessRandomness().load_state_dict(now)
-            with _same_random(now) if twice else nullcontext():
+            with _same_random(now, self._draw_as_ever) if twice else nullcontext():
                 yield
+            self._draw_as_ever()
         self._note()
+
+    def data_is_made(self) -> None:
+        """Loaders are there and have no iterators: those of an epoch that goes on are to be in its order.
+
+        Lightning tells samplers the epoch later, and a loader that finds its place again has asked for the order by then.
+        """
+        loaders = self._fit._combined_loader.flattened
+        self._orders = orders_of(loaders)
+        if self._within and self._begun_with is None:
+            self._draw_again()
+            for loader in loaders:
+                for sampler in samplers_of(loader):
+                    if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                        set_epoch(self._fit.epoch_progress.current.processed)
+
+    def _tell_of_workers(self) -> None:
+        for loader in self._fit._combined_loader.flattened:
+            if getattr(loader, "num_workers", 0) and (self._within or getattr(loader, "persistent_workers", False)):
+                logger.warning("workers load the data, and what they draw by themselves (augmentations) they draw anew")
+
+    def _draw_again(self) -> None:
+        for order, drawn in zip(self._orders, self._drawn, strict=False):
+            order.again = drawn
+
+    def _draw_as_ever(self) -> None:
+        for order in self._orders:
+            order.again = None
 
     def _set_generators(self) -> None:
         for generator, state in zip(_generators(self._fit), self._generators, strict=False):
@@ -145,7 +196,11 @@ class Place:
         a new scheduler does to the learning rate was done then.
         """
         self._trained.change()
-        trainer = self._trainer
+        trainer, self._begun_with = self._trainer, self._fit._combined_loader
+        if self._reloads is not None:
+            training, validating = self._reloads
+            self._fit._last_train_dl_reload_epoch = training
+            self._fit.epoch_loop.val_loop._last_val_dl_reload_epoch = validating
         for callback in trainer.callbacks if self._within else ():
             if not any(kind.__name__ in _BY_EPOCH for kind in type(callback).__mro__):
                 continue
@@ -157,8 +212,9 @@ class Place:
 
     def epoch_ends(self) -> None:
         """No batch of the epoch follows."""
+        self._draw_as_ever()
         results = self._fit.epoch_loop._results
-        if isinstance(results, _Resumed):
+        if isinstance(results, Resumed):
             results.finish(self._trainer.strategy)
 
     def _position(self) -> bool:
@@ -171,9 +227,11 @@ class Place:
             return False
         combined = self._fit._combined_loader
         combined._load_state_dicts(loaders)
+        self._draw_again()
         if all(state.get("_iterator_finished", False) for state in loaders if isinstance(state, dict)):
             return True
         iter(combined)
+        self._draw_as_ever()
         return False
 
     def _note(self) -> None:
@@ -205,8 +263,7 @@ def _generators(fit: Any) -> list[torch.Generator]:
     """Returns the generators that the loaders of a fit, or their samplers, have for themselves; each once."""
     found: dict[int, torch.Generator] = {}
     for loader in fit._combined_loader.flattened if fit._combined_loader is not None else ():
-        sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-        for owner in (loader, sampler, batches, getattr(batches, "sampler", None)):
+        for owner in (loader, *samplers_of(loader), shared_out(loader)):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
                 found[id(generator)] = generator
@@ -214,18 +271,18 @@ def _generators(fit: Any) -> list[torch.Generator]:
 
 
 @contextmanager
-def _same_random(random: dict[str, Any]) -> Iterator[None]:
+def _same_random(random: dict[str, Any], goes_on: Callable[[], None]) -> Iterator[None]:
     """Within it every iterator that a data loader makes begins with the same random numbers.
 
     A `StatefulDataLoader` whose data ended makes two: that of the epoch, which is through, and that of the next. An undisturbed
-    run makes one, and each draws a number.
+    run makes one, and each draws a number. Before that of the next, `goes_on` is called.
     """
     kinds: list[Any] = [torch.utils.data.DataLoader]
     if "torchdata.stateful_dataloader" in sys.modules:
         kinds.append(sys.modules["torchdata.stateful_dataloader"].StatefulDataLoader)
     made = [(kind, kind._get_iterator) for kind in kinds]
     for kind, make in made:
-        kind._get_iterator = functools.partialmethod(_made_with, make, random)
+        kind._get_iterator = functools.partialmethod(_made_with, make, random, goes_on)
     try:
         yield
     finally:
@@ -233,60 +290,8 @@ def _same_random(random: dict[str, Any]) -> Iterator[None]:
             kind._get_iterator = make
 
 
-def _made_with(loader: Any, make: Callable[[Any], Any], random: dict[str, Any]) -> Any:
+def _made_with(loader: Any, make: Callable[[Any], Any], random: dict[str, Any], goes_on: Callable[[], None]) -> Any:
+    if getattr(loader, "next_iter_state", None) is None:
+        goes_on()
     ProcessRandomness().load_state_dict(random)
     return make(loader)
-
-
-# What `log` was told of a value, and would have to be told again.
-_TOLD = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "metric_attribute")
-# A value of which nothing changes, by the name of the reduction.
-_NEUTRAL = {"max": float("-inf"), "min": float("inf")}
-
-
-def _sums(results: Any) -> dict[str, Any]:
-    """Returns what was summed up so far of values that are logged for the whole epoch, by Lightning's key."""
-    found = {}
-    for key, metric in results.items():
-        meta = metric.meta
-        if not metric.is_tensor or not meta.on_epoch or metric.has_reset:
-            continue
-        found[key] = {
-            "sums": {
-                name: getattr(metric, name) for name in ("value", "cumulated_batch_size") if hasattr(metric, name)
-            },
-            "reduce_fx": meta.reduce_fx.__name__,
-            "sync_dist": bool(meta.sync.should),
-            "rank_zero_only": bool(meta.sync.rank_zero_only),
-            **{name: getattr(meta, name) for name in _TOLD},
-        }
-    return found
-
-
-def _resume_sums(results: Any, sums: dict[str, Any]) -> None:
-    """Values that are logged for the first time in this process go on with what was summed up before."""
-    kind = type(results)
-    if not sums:
-        return
-    if not hasattr(results, "holdfast_sums"):
-        results.__class__ = type(kind.__name__, (_Resumed, kind), {})
-    results.holdfast_sums = dict(sums)
-
-
-class _Resumed:
-    """Lightning's collection of logged values, of which some were begun in another process."""
-
-    holdfast_sums: dict[str, Any]
-
-    def __setitem__(self, key: str, metric: Any) -> None:
-        for name, value in self.holdfast_sums.pop(key, {}).get("sums", {}).items():
-            setattr(metric, name, value)
-        super().__setitem__(key, metric)  # type: ignore[misc]
-
-    def finish(self, strategy: Any) -> None:
-        """The epoch is over: what was not logged again is logged once more, with a value that changes nothing."""
-        for told in list(self.holdfast_sums.values()):
-            words = {name: value for name, value in told.items() if name != "sums"}
-            neutral = torch.full_like(told["sums"]["value"], _NEUTRAL.get(told["reduce_fx"], 0.0))
-            self.log(value=neutral, batch_size=0, sync_dist_fn=strategy.reduce, **words)  # type: ignore[attr-defined]
-        self.holdfast_sums = {}

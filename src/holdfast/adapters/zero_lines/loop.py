@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from holdfast.adapters.zero_lines import living_gradients
+from holdfast.adapters import living_gradients
 from holdfast.adapters.zero_lines.changes import Changed, Changes
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
 from holdfast.adapters.zero_lines.objects import Kept, sort_out

@@ -89,6 +89,8 @@ class RestoreInstructions:
 
 wish = RestoreInstructions()
 _open: weakref.WeakSet[Abandonable] = weakref.WeakSet()
+# Paths of trainings that came to their end in this run of the script. A door that keeps trainings by a path looks here.
+ended: set[str] = set()
 
 
 def register(thing: Abandonable) -> None:
@@ -113,6 +115,7 @@ def void() -> None:
 def begin() -> None:
     """A new run begins in this process, and what it queues counts."""
     broken.reason = ""
+    ended.clear()
 
 
 def opened() -> list[Abandonable]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.zero_lines import living_gradients
+from holdfast.adapters import living_gradients
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
 from holdfast.adapters.zero_lines.loop import Count, close, differs, is_foreign, is_refused, say, unknown
 from holdfast.adapters.zero_lines.nested.nested_items import Items

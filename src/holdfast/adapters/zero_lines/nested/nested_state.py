@@ -16,7 +16,7 @@ import xxhash
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.adapters.zero_lines import living_gradients
+from holdfast.adapters import living_gradients
 from holdfast.adapters.zero_lines.changes import Changed
 from holdfast.adapters.zero_lines.loop import Doubts, packed, unpacked
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Lost

@@ -9,14 +9,20 @@ takes those of the version when the first row is drawn. Called by `adapters.hugg
 
 from __future__ import annotations
 
+import glob
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.data
 
+from holdfast.adapters import living_gradients
+from holdfast.adapters.hf_parts.samplers import Samplers
+from holdfast.base import config as settings
+from holdfast.base.errors import UsageError
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 
 logger = logging.getLogger(__name__)
@@ -32,17 +38,46 @@ class Loaders:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._begun = [_Beginning(loader, accelerator.gradient_state) for loader in accelerator._dataloaders]
+        if settings.is_restart():
+            self._name_behind_others()
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and place of every loader, the count of batches of the accumulation, random numbers."""
+        """Epoch and place of every loader, random numbers, and what is accumulated: the count of batches, and gradients within a step.
+
+        Raises:
+            UsageError: there are such gradients, and they cannot be carried.
+        """
         states = [begun.state() for begun in self._begun]
-        return {"loaders": states, "batches": self._accelerator.step, "random": ProcessRandomness().state_dict()}
+        gradients = {} if self._accelerator.sync_gradients else living_gradients.packed(self._parameters())
+        if gradients is None:
+            raise UsageError(
+                "a step was reported within an accumulation, and its gradients cannot be saved: they are cut in another way, or "
+                "have more than 64 MiB",
+                remedy="report steps where accelerator.sync_gradients is true",
+            )
+        random = ProcessRandomness().state_dict()
+        return {"loaders": states, "batches": self._accelerator.step, "gradients": gradients, "random": random}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Each loader's next epoch is the one that the version was in, or that would have followed."""
         self._accelerator.step = state["batches"]
+        living_gradients.put(self._parameters(), state.get("gradients", {}))
+        self._name_behind_others()
         for begun, of_one in zip(self._begun, state["loaders"], strict=False):
             begun.load(of_one, state["random"])
+
+    def _parameters(self) -> list[torch.Tensor]:
+        groups = (group for each in self._accelerator._optimizers for group in each.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _name_behind_others(self) -> None:
+        """Accelerate counts its own saves, and stops where the directory of a number exists; a new process would begin with 0."""
+        project = self._accelerator.project_configuration
+        if not (project.automatic_checkpoint_naming and self._accelerator.project_dir):
+            return
+        places = glob.glob(os.path.join(glob.escape(self._accelerator.project_dir), "checkpoints", "checkpoint_*"))
+        numbers = [int(number) for place in places if (number := place.rpartition("_")[2]).isdecimal()]
+        project.iteration = max([project.iteration, *(number + 1 for number in numbers)])
 
 
 class _Beginning:
@@ -57,6 +92,7 @@ class _Beginning:
         self._loader = loader
         self._gradients = gradients
         self._sampler = _sampler_of(loader)
+        self._samplers = Samplers(loader)
         self._then: dict[str, Any] = {}
         self._resumed: dict[str, Any] | None = None
         self._is_left = False  # who read it stopped before its end, of which Accelerate hears nothing
@@ -77,7 +113,7 @@ class _Beginning:
         state = {
             "iteration": getattr(loader, "iteration", 0) + ended,
             "within": reading is not None and not ended,
-            "generator": _state_of(self._generator()),
+            "samplers": self._samplers.state_dict() if reading is None or ended else {},
             "begun": self._then if reading is not None and not ended else {},
         }
         if getattr(loader, "use_stateful_dataloader", False):
@@ -90,9 +126,7 @@ class _Beginning:
             self._loader.iteration = state["iteration"]
         if "position" in state and (state["within"] or state["iteration"]):
             self._place(state["position"], within=state["within"])
-        generator = self._generator()
-        if generator is not None and state["generator"] is not None:
-            generator.set_state(state["generator"])
+        self._put(state)
         self._resumed = {**state["begun"], "now": random} if state["within"] else None
 
     def _place(self, position: dict[str, Any], *, within: bool) -> None:
@@ -118,12 +152,10 @@ class _Beginning:
         """Yield what the sampler draws, in an epoch that begins now or went on elsewhere."""
         resumed, self._resumed = self._resumed, None
         self._is_left = False
-        generator = self._generator()
         if resumed is not None and "random" in resumed:
             ProcessRandomness().load_state_dict(resumed["random"])
-            if generator is not None and resumed["generator"] is not None:
-                generator.set_state(resumed["generator"])
-        self._then = {"random": ProcessRandomness().state_dict(), "generator": _state_of(generator)}
+            self._put(resumed)
+        self._then = {"random": ProcessRandomness().state_dict(), "samplers": self._samplers.state_dict()}
         rows = iter(make())
         first = list(itertools.islice(rows, 1))  # data that nobody lists have None for every row
         if resumed is not None:
@@ -145,9 +177,12 @@ class _Beginning:
                 return each
         return None
 
-    def _generator(self) -> torch.Generator | None:
-        found = getattr(self._sampler, "generator", None)
-        return found if isinstance(found, torch.Generator) else None
+    def _put(self, state: dict[str, Any]) -> None:
+        """Gives the samplers what they had; versions of 0.1 say only the generator of the innermost one."""
+        generator = getattr(self._sampler, "generator", None)
+        if isinstance(generator, torch.Generator) and state.get("generator") is not None:
+            generator.set_state(state["generator"])
+        self._samplers.load_state_dict(state.get("samplers", {}))
 
 
 def _has_begun(loader: Any) -> bool:
@@ -166,10 +201,6 @@ def _telling(kind: type[Any]) -> type[Any]:
         return rows
 
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": begins, "holdfast_draws": True})
-
-
-def _state_of(generator: torch.Generator | None) -> torch.Tensor | None:
-    return None if generator is None else generator.get_state()
 
 
 def _sampler_of(loader: Any) -> Any:

@@ -8,6 +8,7 @@ once, by name. Only trainers whose class comes from TRL are looked at; it is nev
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Mapping
@@ -79,7 +80,7 @@ class Attributes:
         """Return the plain attributes that nobody keeps."""
         known = {*self._names, *_OF_THE_PROCESS}
         mine = {name: value for name, value in vars(self._trainer).items() if isinstance(value, _SCALARS)}
-        return {name: value for name, value in mine.items() if name not in known and name not in _of_transformers()}
+        return {name: value for name, value in mine.items() if name not in known and name not in of_transformers()}
 
     def _tell(self, now: Mapping[str, Any]) -> None:
         before, self._before = self._before, {}
@@ -92,12 +93,13 @@ class Attributes:
             )
 
 
-def _of_transformers() -> set[str]:
+@functools.cache
+def of_transformers() -> frozenset[str]:
     """Return the names that a `transformers.Trainer` itself uses: these are its adapter's affair."""
     import transformers  # noqa: PLC0415 - there, for a trainer is
 
     methods = (getattr(value, "__wrapped__", value) for value in vars(transformers.Trainer).values() if callable(value))
-    return {name for method in methods if hasattr(method, "__code__") for name in method.__code__.co_names}
+    return frozenset(name for method in methods if hasattr(method, "__code__") for name in method.__code__.co_names)
 
 
 def _bare(value: Any) -> Any:

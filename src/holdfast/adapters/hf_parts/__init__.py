@@ -1,0 +1,1 @@
+"""Parts of the adapter for transformers, Accelerate and TRL: what their loaders, samplers and objects hold."""
