@@ -21,6 +21,7 @@ import torch.utils.data
 
 from holdfast.adapters import living_gradients
 from holdfast.adapters.hf_parts.samplers import Samplers
+from holdfast.adapters.sampler_hook import hook
 from holdfast.base import config as settings
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.entries.rng import ProcessRandomness
@@ -97,8 +98,7 @@ class _Beginning:
         self._resumed: dict[str, Any] | None = None
         self._is_left = False  # who read it stopped before its end, of which Accelerate hears nothing
         if self._sampler is not None:
-            self._sampler.__class__ = _telling(type(self._sampler))
-            self._sampler.holdfast_begins = self.rows
+            hook(self._sampler, self.rows)
             if _has_begun(loader) and isinstance(self._sampler, torch.utils.data.RandomSampler):
                 logger.warning(
                     "accelerator.prepare drew the order of the first epoch for the workers of a stateful loader: a run that goes on "
@@ -189,18 +189,6 @@ def _has_begun(loader: Any) -> bool:
     """Return whether workers read the first epoch already: a stateful loader has an iterator from the beginning."""
     iterator = getattr(getattr(loader, "base_dataloader", None), "_iterator", None)
     return iterator is not None and getattr(loader, "num_workers", 0) > 0
-
-
-def _telling(kind: type[Any]) -> type[Any]:
-    """Returns a class of samplers that tell `holdfast_begins` when they begin; it has one base, or no sampler could change to it."""
-    if hasattr(kind, "holdfast_draws"):
-        return kind
-
-    def begins(sampler: Any) -> Iterator[Any]:
-        rows: Iterator[Any] = sampler.holdfast_begins(lambda: kind.__iter__(sampler))
-        return rows
-
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": begins, "holdfast_draws": True})
 
 
 def _sampler_of(loader: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from holdfast.adapters.sampler_hook import hook
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 
 
@@ -28,8 +29,7 @@ class Order:
         self._sampler = sampler
         self.drawn: dict[str, Any] = {}
         self.again: dict[str, Any] | None = None  # how orders are to be drawn now; a loader on its way may draw twice
-        sampler.__class__ = _telling(type(sampler))
-        sampler.holdfast_begins = self._rows
+        hook(sampler, self._rows)
 
     def _rows(self, make: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         again = self.again
@@ -74,15 +74,3 @@ def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
     """Returns what gives the rows, the nearest to them first; None where there is nothing."""
     batches = getattr(loader, "batch_sampler", None)
     return getattr(batches, "sampler", None), batches, getattr(loader, "sampler", None)
-
-
-def _telling(kind: type[Any]) -> type[Any]:
-    """Returns a class of samplers that tell `holdfast_begins` when they begin; it has one base, or no sampler could change to it."""
-    if hasattr(kind, "holdfast_draws"):
-        return kind
-
-    def begins(sampler: Any) -> Iterator[Any]:
-        rows: Iterator[Any] = sampler.holdfast_begins(lambda: kind.__iter__(sampler))
-        return rows
-
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": begins, "holdfast_draws": True})
