@@ -14,16 +14,15 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from story_sampler import Drawn
 from story_server import serve
 from story_strike import Strike
 
@@ -105,22 +104,6 @@ class Buckets(torch.utils.data.Sampler):  # type: ignore[type-arg]
             yield list(range(first * BATCH, (first + 1) * BATCH))
 
 
-class Drawn(torch.utils.data.Sampler):  # type: ignore[type-arg]
-    """Rows in an order that depends on the orders before it: a generator of its own, a count, a list that is shuffled in place."""
-
-    def __init__(self) -> None:
-        self.rows, self.epoch, self.numbers = list(range(ROWS)), 0, np.random.default_rng(5)
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        random.shuffle(self.rows)
-        cut = int(self.numbers.integers(ROWS)) + self.epoch
-        yield from (self.rows[(row + cut) % ROWS] for row in range(ROWS))
-
-
 class Best:
     """What a loop knows of its evaluations: registered for checkpointing, as Accelerate's own examples do."""
 
@@ -157,7 +140,7 @@ def made(plan: str) -> list[Any]:
     shuffled = {} if plan == "stream" else {"shuffle": True, "generator": own, "num_workers": 2 * (plan == "workers")}
     loader: Any = torch.utils.data.DataLoader(Stream() if plan == "stream" else Rows(), batch_size=BATCH, **shuffled)
     if plan == "drawn":
-        loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH, sampler=Drawn())
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH, sampler=Drawn(ROWS))
     if plan == "others":
         loader = torch.utils.data.DataLoader(Rows(), batch_sampler=Buckets())
     checks: Any = torch.utils.data.DataLoader(Rows(7), batch_size=2 * BATCH)

@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from story_sampler import Drawn
 from story_server import serve
 from story_strike import Strike
 from transformers import (
@@ -112,22 +112,6 @@ class Short(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         yield from rows(0)
-
-
-class Drawn(torch.utils.data.Sampler):  # type: ignore[type-arg]
-    """Rows in an order that depends on the orders before it: a generator of its own, a count, a list that is shuffled in place."""
-
-    def __init__(self) -> None:
-        self.rows, self.epoch, self.numbers = list(range(ROWS)), 0, np.random.default_rng(5)
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        random.shuffle(self.rows)
-        cut = int(self.numbers.integers(ROWS)) + self.epoch
-        yield from (self.rows[(row + cut) % ROWS] for row in range(ROWS))
 
 
 STRIKE = Strike()
@@ -264,7 +248,7 @@ class Story(Trainer):
         )
 
     def _get_train_sampler(self, *args: Any) -> Any:
-        return Drawn() if self.is_order_own else super()._get_train_sampler(*args)
+        return Drawn(ROWS) if self.is_order_own else super()._get_train_sampler(*args)
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         if self.is_memory_short and self._train_batch_size > 2 and self.state.global_step >= 2:

@@ -41,9 +41,10 @@ class Samplers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return every generator, and every other attribute that is no more what it was when the script made it."""
-        now = self._now()
         return {
-            place: now[place] for place in now if place in self._drawn or not _same(self._began.get(place), now[place])
+            place: value
+            for place, (value, is_drawn) in self._now().items()
+            if is_drawn or not _same(self._began.get(place, (None, False))[0], value)
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -52,10 +53,8 @@ class Samplers:
             if place in state:
                 _put(part, name, state[place])
 
-    def _now(self) -> dict[str, Any]:
-        self._drawn = {
-            place for place, part, name in self._attributes() if random_state(getattr(part, name)) is not None
-        }
+    def _now(self) -> dict[str, tuple[Any, bool]]:
+        """Return each attribute as it is saved, and whether it is a generator."""
         return {place: _taken(getattr(part, name)) for place, part, name in self._attributes()}
 
     def _attributes(self) -> Iterator[tuple[str, Any, str]]:
@@ -100,13 +99,13 @@ def _is_order(value: Any) -> bool:
     return type(value) is list and all(type(item) is int for item in value)
 
 
-def _taken(value: Any) -> Any:
-    """Return the value as it is saved."""
+def _taken(value: Any) -> tuple[Any, bool]:
+    """Return the value as it is saved, and whether it is a generator."""
     if (drawn := random_state(value)) is not None:
-        return drawn[0]()
+        return drawn[0](), True
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return torch.tensor(value, dtype=torch.int64, device="cpu") if _is_order(value) else value
+        return value.detach().clone(), False
+    return torch.tensor(value, dtype=torch.int64, device="cpu") if _is_order(value) else value, False
 
 
 def _put(part: Any, name: str, saved: Any) -> None:
