@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+import forked
 from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
@@ -299,3 +302,24 @@ def test_what_a_signals_handler_raises_at_the_fence_reaches_the_script() -> None
         release.set()
         fence.close()
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("how", ["close", "last", "told"])
+def test_the_last_save_waits_for_its_slot_longer_than_others(make: Make, tmp_path: Path, how: str) -> None:
+    """Nothing is held up by it, and its state is gone afterwards: another rank may be seconds behind."""
+    worker = str(Path(__file__).with_name("last_save_worker.py"))
+    ranks = [
+        forked.Popen(
+            [sys.executable, worker, str(rank), str(tmp_path / "store"), str(tmp_path / "job"), how],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=90) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "is given up" not in "".join(err for _, err in said)
+    newest = stored(tmp_path)[-1]
+    assert newest.step >= 2 if how == "told" else newest.step == 2
+    model = torch.nn.Linear(64, 64)
+    assert make(model=model).restore() == newest.step + 1
+    assert bool(model.weight.any()), "not what was written behind the last step"

@@ -361,15 +361,14 @@ class _Keeping:
         if ends and self._in_epoch:
             return
         self._reported = count
-        self.checkpointer.step(count - 1)
         if stops:
             self._stop(count)
+        self.checkpointer.step(count - 1)
 
     def _stop(self, count: int) -> None:
         """Keeps the last step: what is loaded from now on is another state."""
         assert self.checkpointer is not None
-        self.checkpointer.save(count - 1, "durable")
-        self.checkpointer.settle()
+        self.checkpointer.save_last(count - 1)
 
     def epoch(self, *, ended: bool) -> None:
         """The trainer is about to do what it does for an epoch; or for a step."""

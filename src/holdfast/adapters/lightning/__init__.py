@@ -283,10 +283,9 @@ class Keeping:
         if self.checkpointer is None or self._place is None or step <= self._last:
             return
         self._last = step
-        self.checkpointer.step(step)
         if self._place.is_over:
-            self.checkpointer.save(step, "durable")
-            self.checkpointer.settle()
+            self.checkpointer.save_last(step)
+        self.checkpointer.step(step)
 
     def end(self) -> None:
         """The training is over: its last step is durable. Another one of this script is not to go on with it."""

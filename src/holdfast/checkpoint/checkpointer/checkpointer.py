@@ -305,7 +305,7 @@ class Checkpointer:
         handle = None
         if due.save:
             with self._saves:
-                handle = self._save(run, step, Level.DURABLE if due.durable else Level.CAPTURED)
+                handle = self._save(run, step, Level.DURABLE if due.durable else Level.CAPTURED, last=due.stop)
         if due.stop and handle is not None:
             self._stop(handle)
         return handle
@@ -335,13 +335,39 @@ class Checkpointer:
             UsageError: before `restore`, an unknown level, a step that is no whole number, a step before the last one saved, that one again after an
                 optimizer's step, info that cannot be kept, or values are carried and `step` was not told them before.
         """
+        places = _places(also_to)
+        return self._save_now(step, Level.DURABLE if places else as_level(level), places, info)
+
+    def save_last(self, step: int) -> SaveHandle:
+        """Saves the state behind the last step of a training as durable; when it returns, other weights may be loaded.
+
+        It waits for a free slot as long as `close` would, for it holds no step up, and its state is about to go. Where the step
+        is reported too, this comes before `step`, whose save waits `begin_timeout_s` and is then given up for good.
+
+        Raises:
+            UsageError: as `save` does.
+        """
+        try:
+            return self._save_now(step, Level.DURABLE, last=True)
+        finally:
+            self.settle()
+
+    def _save_now(
+        self,
+        step: int,
+        wanted: Level,
+        places: Sequence[str] = (),
+        info: Mapping[str, Any] | None = None,
+        *,
+        last: bool = False,
+    ) -> SaveHandle:
+        """What `save` does, with its arguments looked through."""
         if self.off:
-            return never(step, as_level(level), f"{settings.DISABLE_VARIABLE} is set")
+            return never(step, wanted, f"{settings.DISABLE_VARIABLE} is set")
         if self._again is not None:
-            return never(step, as_level(level), "the first steps are made again")
-        run, step, places = self._running(), whole_number(step), _places(also_to)
+            return never(step, wanted, "the first steps are made again")
+        run, step = self._running(), whole_number(step)
         run.state.carried.require(step)
-        wanted = Level.DURABLE if places else as_level(level)
         with self._saves:
             if run.last is not None and step < run.last.version.step:
                 raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
@@ -352,7 +378,7 @@ class Checkpointer:
                 )
             run.at(step)
             with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
-                return self._save(run, step, wanted, places)
+                return self._save(run, step, wanted, places, last=last)
 
     @heartbeat.phase(Phase.SAVING)
     def flush(self, timeout_s: float | None = None) -> None:
@@ -705,7 +731,9 @@ class Checkpointer:
             collectives.together(job.group, lambda: write(path, shards, rank, num_ranks))
 
     @heartbeat.phase(Phase.SAVING)
-    def _save(self, run: Run, step: int, level: Level, also_to: Sequence[str] = ()) -> SaveHandle:
+    def _save(
+        self, run: Run, step: int, level: Level, also_to: Sequence[str] = (), *, last: bool = False
+    ) -> SaveHandle:
         durable = level is Level.DURABLE
         nested = self._saving == threading.get_ident()
         if not nested and run.last is not None and run.last.version.step == step:
@@ -730,7 +758,7 @@ class Checkpointer:
             run.recent.append(handle)
         before, self._saving = self._saving, threading.get_ident()
         try:
-            run.saver.save(handle, durable=durable)
+            run.saver.save(handle, durable=durable, last=last)
         finally:
             self._saving = before
         self._unclosed.saved(run)
@@ -786,7 +814,7 @@ class Checkpointer:
         run.saver.await_slots(self._config.close_timeout_s)
         given_up = last.given_up if last is not None else ""
         if run.state_step > (last.version.step if last is not None else -1) and not changed:
-            last = self._save(run, run.state_step, Level.DURABLE)
+            last = self._save(run, run.state_step, Level.DURABLE, last=True)
         elif (whole := run.whole) is not None:
             last = self._raise_level(run, whole, Level.DURABLE)
         elif run.fleeting is not None and last is None:
@@ -795,7 +823,7 @@ class Checkpointer:
                 return False
             last = self._keep_restored(run, run.fleeting)
         if not changed and run.lower.closing(run):
-            last = self._save(run, run.state_step, Level.DURABLE)
+            last = self._save(run, run.state_step, Level.DURABLE, last=True)
         if last is not None:
             last.wait(Level.DURABLE)
         elif run.state_step >= 0:
@@ -813,7 +841,7 @@ class Checkpointer:
         """No step was made since a restore from memory, which ends with the job: what was restored becomes durable."""
         run.at(restored.version.step)
         with restored.around(run.state):
-            return self._save(run, restored.version.step, Level.DURABLE)
+            return self._save(run, restored.version.step, Level.DURABLE, last=True)
 
     def _leave_restored(self, run: Run, restored: Version, changed: str) -> None:
         """Steps were made since a restore from memory, and none was reported: no fault of a script that is at its end."""

@@ -144,6 +144,7 @@ class Saver:
         self._reserved = 0
         self._reservation: Reservation | None = None
         self._slots_until_s = 0.0
+        self._patience_s = config.begin_timeout_s  # how long the save that runs may wait for what others hold
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
         self._split_key: object = None
@@ -274,10 +275,10 @@ class Saver:
     @property
     def _slot_patience_s(self) -> float:
         """Return how long a save that begins now waits for a slot."""
-        timeout_s, reservation = self._config.begin_timeout_s, self._reservation
+        reservation = self._reservation
         if reservation is None or reservation.is_complete:
-            return timeout_s
-        return max(timeout_s, self._slots_until_s - time.monotonic())
+            return self._patience_s
+        return max(self._patience_s, self._slots_until_s - time.monotonic())
 
     def _note_fault(self, reservation: Reservation) -> None:
         """Memory that was granted is not to be had: the ranks go on with storage alone (`checkpoint.checkpointer.storage_fallback`).
@@ -313,12 +314,17 @@ class Saver:
             view.record = None
         self.fence.release(expected=True)
 
-    def save(self, handle: SaveHandle, *, durable: bool) -> None:
-        """Saves the state as it is now as `handle.version`; if that fails, the handle says why."""
+    def save(self, handle: SaveHandle, *, durable: bool, last: bool = False) -> None:
+        """Saves the state as it is now as `handle.version`; if that fails, the handle says why.
+
+        The `last` one of a training holds up nothing and cannot be made up for: it waits for a slot as long as `close` may,
+        and is copied in the call.
+        """
         started = time.perf_counter()
+        self._patience_s = self._config.close_timeout_s if last else self._config.begin_timeout_s
         try:
             with torch.inference_mode(False):  # what is made there for later saves may not be written outside of it
-                self._save(handle, durable=durable)
+                self._save(handle, durable=durable, last=last)
         except _NoSlotYet as error:
             logger.warning("%s is given up: %s", handle.version, error)
             handle.give_up(str(error))
@@ -368,7 +374,7 @@ class Saver:
         self._views.clear()
         return quiet
 
-    def _save(self, handle: SaveHandle, *, durable: bool) -> None:
+    def _save(self, handle: SaveHandle, *, durable: bool, last: bool) -> None:
         self.fence.release()
         client = self._link.client
         if client is None:
@@ -376,7 +382,7 @@ class Saver:
             raise KeeperLost("a new one is being started")
         if self._link.silent:
             raise LevelNotReached("the keeper of this node does not answer")
-        if not self.fence.idle(0.0 if self._growing else self._config.begin_timeout_s):
+        if not self.fence.idle(0.0 if self._growing and not last else self._patience_s):
             what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
             raise LevelNotReached(what)
         self._growing = False
@@ -393,7 +399,7 @@ class Saver:
         self.fence.begin()
         structure = self._structure_of(gathered, client)
         spots = self._shared.words(handle.version.step)
-        if not may_be_late(within_step=bool(within)):  # all is copied before the step goes on
+        if last or not may_be_late(within_step=bool(within)):  # all is copied before the step goes on
             everything = Split(_all(structure), ())
             taken = _Taken(handle, client, gathered, structure, everything, None, spots, steps, durable)
             self._copy(taken, self._open(taken, self._grow), watch=False)
@@ -602,7 +608,7 @@ class Saver:
         if structure is None or renamed or gathered.structure != self._structure_key:
             if structure is None or not structure.fits(gathered):
                 structure = self._structure = self._plan(gathered, None)
-            self._register(client, structure, timeout_s=self._config.begin_timeout_s)
+            self._register(client, structure, timeout_s=self._patience_s)
             self._structure_key = gathered.structure
             self._split_key = None
         return structure
@@ -652,7 +658,7 @@ class Saver:
             LevelNotReached: they are not there yet; the copying thread goes on asking for them. Or they are refused.
         """
         self.fence.release()
-        timeout_s = self._config.begin_timeout_s
+        timeout_s = self._patience_s
         if not self.fence.run(lambda: self._prepare(client, num_bytes, gathered), timeout_s):
             self._growing = True
             raise LevelNotReached(f"the state outgrew its slots, and larger ones take longer than {timeout_s:g} s")

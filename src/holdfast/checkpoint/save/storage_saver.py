@@ -140,7 +140,7 @@ class DirectSaver:
             degraded_notice.withdraw(self._place)
         return True
 
-    def save(self, handle: SaveHandle, *, durable: bool) -> None:
+    def save(self, handle: SaveHandle, *, durable: bool, last: bool = False) -> None:  # noqa: ARG002 - no slot to wait for
         """Saves the state as it is now as `handle.version`, and returns when it is durable or given up. Collective."""
         if not durable:
             handle.give_up(f"{NOT_DURABLE} ({self._reason})")
