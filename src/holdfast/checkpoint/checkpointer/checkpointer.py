@@ -361,7 +361,7 @@ class Checkpointer:
         *,
         last: bool = False,
     ) -> SaveHandle:
-        """What `save` does, with its arguments looked through."""
+        """Saves as `save` does, with its arguments looked through."""
         if self.off:
             return never(step, wanted, f"{settings.DISABLE_VARIABLE} is set")
         if self._again is not None:
