@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.core.model import Level, Topology, Version
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.versions import coordinator_board
-from holdfast.core.versions.coordinator_board import Announcement, Kind
+from holdfast.core.versions.coordinator_board import Announcement, Board, CommitOrder, Kind, PartReport, RankReport
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger
 
@@ -24,3 +24,34 @@ def test_the_newest_of_each_level_is_known_however_many_versions_came_since() ->
     assert ledger.newest(Level.DURABLE) == safe
     known = [step for step in range(many) if ledger.standing(Version(1, step))[0]]
     assert len(known) <= coordinator_board.MAX_VERSIONS + 1, "it is bounded all the same"
+
+
+def test_what_is_written_is_known_however_many_versions_came_since() -> None:
+    """Storage of minutes and a save at each step: a version that is forgotten on its way there would never be durable."""
+    slow, many = Version(1, 0), 3 * coordinator_board.MAX_VERSIONS
+    bundle = BundleRef("own0", (0,), num_bytes=8)
+    layout = RankLayout(0, (bundle,), ("own0",))
+    topology = Topology(("a",), (0,))
+    ledger, board = NodeLedger(node=0, topology=topology, incarnation=1, lineage=Lineage()), Board(topology)
+    board.register(layout)
+    ordered: list[Version] = []
+
+    def save(step: int, *, durable: bool) -> None:
+        version, seal = Version(1, step), Seal("own0", "0" * 16, 8)
+        for action in board.sealed([RankReport(version, 0, layout.fingerprint, (seal,), durable)]):
+            assert isinstance(action, Announcement)
+            ledger.told(action)
+            ordered.extend([version] if action.kind is Kind.PERSIST else [])
+
+    save(0, durable=True)
+    assert ordered == [slow]
+    for step in range(1, many):
+        save(step, durable=False)
+    assert Level.CAPTURED in ledger.standing(slow)[0]
+    assert board.being_written() == (slow,)
+    part = PartReport(slow, 0, "manifest-0.json", 8, "0" * 16, ("own0",), 0)
+    assert [action.version for action in board.written(part) if isinstance(action, CommitOrder)] == [slow]
+
+    for step in range(many, 2 * many):  # and what storage never takes is bounded
+        save(step, durable=True)
+    assert len(board.being_written()) <= coordinator_board.MAX_VERSIONS + coordinator_board.MAX_WRITTEN

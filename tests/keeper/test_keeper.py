@@ -20,7 +20,7 @@ from holdfast.base.errors import Fenced, InUse, KeeperError, KeeperLost, LevelNo
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.keeper.rpc import client
-from holdfast.keeper.rpc.client import Assembly, KeeperClient
+from holdfast.keeper.rpc.client import Assembly, KeeperClient, NoSlotYet
 from holdfast.tiers.memory import slots as memory
 from holdfast.tiers.memory.processes import start_time
 from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
@@ -121,6 +121,32 @@ def test_a_waiting_save_gets_its_slot_when_the_others_catch_up(make_rig: MakeRig
 
     assert slot.num_bytes >= first.num_bytes
     assert time.monotonic() - started < 8  # within a second on a quiet machine
+
+
+def test_a_rank_may_come_back_to_what_it_found_no_slot_for(
+    make_rig: MakeRig,
+) -> None:
+    """Until it begins another version, or some seconds are over: then all hear that it is abandoned."""
+    rig = make_rig(per_node=2)
+    first, second = rig.start()
+    reached([first, second], save_all([first, second], 0), Level.CAPTURED)
+    first.save(1)
+    with pytest.raises(NoSlotYet, match=r"within 0\.1 s: .*not yet known to be captured"):
+        first.client.begin(Version(1, 2), first.num_bytes, durable=False, timeout_s=0.1, comes_back=True)
+    second.save(1)
+    reached([first, second], Version(1, 1), Level.CAPTURED)
+    reached([first, second], save_all([first, second], 2), Level.CAPTURED)
+
+    first.save(3)
+    for step in (4, 5):
+        with pytest.raises(NoSlotYet):
+            first.client.begin(Version(1, step), first.num_bytes, durable=False, timeout_s=0.1, comes_back=True)
+    with pytest.raises(LevelNotReached, match=r"no slot became free within 0\.1 s"):  # the one that it went on from
+        second.client.announced.wait(Version(1, 4), Level.CAPTURED, 3)
+    with pytest.raises(LevelNotReached, match=r"no slot became free within 0\.1 s"):  # the other after some seconds
+        second.client.announced.wait(Version(1, 5), Level.CAPTURED, 30)
+    with pytest.raises(LevelNotReached, match="abandoned"):
+        first.client.begin(Version(1, 5), first.num_bytes, durable=False, timeout_s=0.1)
 
 
 def test_a_save_that_waits_for_a_slot_says_so_once(

@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -124,6 +125,8 @@ class LateCopyJob:
     written: Callable[[], str] = str
     copied_bytes: int = 0
     stop_reason: str = ""
+    started_s: float = field(default_factory=time.monotonic)
+    opened_s: float | None = None  # when its slot was there, or would not be
     done: threading.Event = field(default_factory=threading.Event)
     _complete: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)  # a signal's handler may be in between
@@ -174,6 +177,8 @@ class Fence:
         self._queue: LateCopyJob | None = None
         self._closed = False
         self._opening_s = FIRST_OPENING_S
+        self._free_s: deque[float] = deque(maxlen=2)
+        self._slot_waits_s = 0.0
         self._last_bytes = 0
         self.pace: Pace | None = None
         self._open: LateCopyJob | None = None  # no step has passed it yet
@@ -201,6 +206,16 @@ class Fence:
         """Puts the fence before every step that may write a parameter of these optimizers."""
         self._steps.close()
         self._steps = Steps(optimizers, before=self._before_step, recorded=self._recorded, warn=True)
+
+    @property
+    def free_s(self) -> float:
+        """Return how many seconds passed between a save and the step behind it, the shorter of the last two."""
+        return min(self._free_s) if len(self._free_s) == 2 else 0.0
+
+    def take_slot_waits(self) -> float:
+        """Returns for how many seconds steps waited here for a slot since the last call."""
+        waited_s, self._slot_waits_s = self._slot_waits_s, 0.0
+        return waited_s
 
     def begin(self) -> None:
         """A version is about to be copied."""
@@ -359,6 +374,8 @@ class Fence:
     def _pass(self, who: Who, *, compare: bool, behind_s: float = BEHIND_S) -> None:
         with self._passing:
             while (job := self._open) is not None:
+                if who is Who.STEP:
+                    self._free_s.append(time.monotonic() - job.started_s)
                 self._wait(job, behind_s)
                 if self._open is not job:  # a signal's handler passed it meanwhile, and saved again
                     continue
@@ -392,7 +409,7 @@ class Fence:
         if not whole and not job.batches and job.at_fence is None and job.opening is None:
             return
         self._hurry()
-        started = time.monotonic()
+        started, opens_here = time.monotonic(), job.opening is not None
         if not self._await_device(job, behind_s) and not ends:
             return
         left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
@@ -402,7 +419,10 @@ class Fence:
             f"the copy took longer than expected and {self._timeout_s:g} s more; the step goes on"
         ):
             job.done.wait(self._timeout_s)  # it is being checked, against tensors that the step would write
-        waited = time.monotonic() - started
+        now = time.monotonic()
+        waited = now - started
+        if opens_here:
+            self._slot_waits_s += max(0.0, (job.opened_s or now) - started)
         self._events.count("fence_wait_seconds", waited)
         self._events.emit("fence", seconds=waited, stopped=job.stop_reason)
 
@@ -461,7 +481,10 @@ class Fence:
         if job.stop_reason:
             return
         began = time.perf_counter()
-        batches, job.finish = job.opening()
+        try:
+            batches, job.finish = job.opening()
+        finally:
+            job.opened_s = time.monotonic()
         self._opening_s = (self._opening_s + time.perf_counter() - began) / 2
         job.batches, job.opening = batches, None
         self._last_bytes = job.num_bytes

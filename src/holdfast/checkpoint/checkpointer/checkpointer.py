@@ -54,6 +54,7 @@ from holdfast.checkpoint.save.durable_tracker import DurableTracker, OnDurable
 from holdfast.checkpoint.save.extra_places import ExtraPlaces
 from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_seconds, as_version, never
 from holdfast.checkpoint.save.save_schedule import parse_cadence
+from holdfast.checkpoint.save.slot_patience import Waits
 from holdfast.checkpoint.state.stateful import Keys
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
@@ -304,8 +305,9 @@ class Checkpointer:
             self._missed(missed)
         handle = None
         if due.save:
+            why = Waits.LAST if due.stop else Waits.DUE
             with self._saves:
-                handle = self._save(run, step, Level.DURABLE if due.durable else Level.CAPTURED, last=due.stop)
+                handle = self._save(run, step, Level.DURABLE if due.durable else Level.CAPTURED, why=why)
         if due.stop and handle is not None:
             self._stop(handle)
         return handle
@@ -348,7 +350,7 @@ class Checkpointer:
             UsageError: as `save` does.
         """
         try:
-            return self._save_now(step, Level.DURABLE, last=True)
+            return self._save_now(step, Level.DURABLE, why=Waits.LAST)
         finally:
             self.settle()
 
@@ -359,7 +361,7 @@ class Checkpointer:
         places: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
         *,
-        last: bool = False,
+        why: Waits = Waits.ASKED,
     ) -> SaveHandle:
         """Saves as `save` does, with its arguments looked through."""
         if self.off:
@@ -378,7 +380,7 @@ class Checkpointer:
                 )
             run.at(step)
             with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
-                return self._save(run, step, wanted, places, last=last)
+                return self._save(run, step, wanted, places, why=why)
 
     @heartbeat.phase(Phase.SAVING)
     def flush(self, timeout_s: float | None = None) -> None:
@@ -732,7 +734,7 @@ class Checkpointer:
 
     @heartbeat.phase(Phase.SAVING)
     def _save(
-        self, run: Run, step: int, level: Level, also_to: Sequence[str] = (), *, last: bool = False
+        self, run: Run, step: int, level: Level, also_to: Sequence[str] = (), *, why: Waits = Waits.ASKED
     ) -> SaveHandle:
         durable = level is Level.DURABLE
         nested = self._saving == threading.get_ident()
@@ -755,10 +757,10 @@ class Checkpointer:
             return handle
         if durable or run.saver.memory is not None:  # which refuses all else
             run.last, run.saved_steps = handle, run.saver.fence.num_steps
-            run.recent.append(handle)
+            run.saves(handle)
         before, self._saving = self._saving, threading.get_ident()
         try:
-            run.saver.save(handle, durable=durable, last=last)
+            run.saver.save(handle, durable=durable, why=why)
         finally:
             self._saving = before
         self._unclosed.saved(run)
@@ -804,17 +806,17 @@ class Checkpointer:
         direct, last, changed = run.saver.memory is None, run.last, run.changed
         if changed:
             run.lower.stays_away(run)
-        if (
-            last is not None
-            and last.given_up
-            and not changed
-            and (direct or run.link.unannounced.take_back(last.version))
-        ):
+        given_up = last.given_up if last is not None else ""
+        comes_back = bool(
+            last is not None and given_up and not changed and run.link.unannounced.take_back(last.version)
+        )
+        if comes_back or (direct and given_up and not changed):
             run.last = last = None
         run.saver.await_slots(self._config.close_timeout_s)
-        given_up = last.given_up if last is not None else ""
         if run.state_step > (last.version.step if last is not None else -1) and not changed:
-            last = self._save(run, run.state_step, Level.DURABLE, last=True)
+            last = self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
+            if comes_back and (given_up := last.given_up) and (whole := run.whole) is not None:
+                last = self._raise_level(run, whole, Level.DURABLE)  # it was abandoned for good meanwhile
         elif (whole := run.whole) is not None:
             last = self._raise_level(run, whole, Level.DURABLE)
         elif run.fleeting is not None and last is None:
@@ -823,7 +825,7 @@ class Checkpointer:
                 return False
             last = self._keep_restored(run, run.fleeting)
         if not changed and run.lower.closing(run):
-            last = self._save(run, run.state_step, Level.DURABLE, last=True)
+            last = self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
         if last is not None:
             last.wait(Level.DURABLE)
         elif run.state_step >= 0:
@@ -841,7 +843,7 @@ class Checkpointer:
         """No step was made since a restore from memory, which ends with the job: what was restored becomes durable."""
         run.at(restored.version.step)
         with restored.around(run.state):
-            return self._save(run, restored.version.step, Level.DURABLE, last=True)
+            return self._save(run, restored.version.step, Level.DURABLE, why=Waits.LAST)
 
     def _leave_restored(self, run: Run, restored: Version, changed: str) -> None:
         """Steps were made since a restore from memory, and none was reported: no fault of a script that is at its end."""

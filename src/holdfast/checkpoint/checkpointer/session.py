@@ -87,7 +87,13 @@ class Run:
     saved_steps: int = 0  # optimizer steps made until `last`
     observer: Observer | None = None
     fleeting: Fleeting | None = None  # what `restore` loaded, if memory alone holds it
-    recent: deque[SaveHandle] = field(default_factory=lambda: deque(maxlen=4))  # saves, given up or not
+    recent: deque[SaveHandle] = field(default_factory=lambda: deque(maxlen=4))  # saves; those given up go with the next
+
+    def saves(self, handle: SaveHandle) -> None:
+        """Note a save that begins."""
+        kept = [each for each in self.recent if not each.given_up]
+        self.recent.clear()
+        self.recent.extend((*kept, handle))
 
     @property
     def whole(self) -> SaveHandle | None:

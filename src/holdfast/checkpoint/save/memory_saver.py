@@ -44,9 +44,10 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
 from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.save.slot_patience import SlotPatience, Waits
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
-from holdfast.keeper.rpc.client import SAY_S, Begun, KeeperClient, Slot
+from holdfast.keeper.rpc.client import SAY_S, Begun, KeeperClient, NoSlotYet, Slot
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
 from holdfast.tiers.memory.usable_cores import usable_cores
@@ -61,6 +62,8 @@ MAKE_SLOTS = "huge pages make that quicker, and `holdfast doctor` says whether t
 BEHIND = "its device does not come to the end of what is queued"
 # Of a late copy so many tensors are looked at if no step was seen behind it.
 NUM_SMALLEST = 8
+# The copying thread is at its end when it has told so; what is left of its last turn takes less.
+IDLE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class _Taken:
     spots: bytes
     steps: int
     durable: bool
+    why: Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,6 @@ class _Late:
     handle: SaveHandle
     num_steps: int
     smallest: list[tuple[str, torch.Tensor, torch.Tensor]]
-
-
-class _NoSlotYet(LevelNotReached):
-    """The memory of this rank is still being made. The keeper is not told: at the end the step may be saved after all."""
 
 
 class Contents(Protocol):
@@ -144,7 +144,9 @@ class Saver:
         self._reserved = 0
         self._reservation: Reservation | None = None
         self._slots_until_s = 0.0
-        self._patience_s = config.begin_timeout_s  # how long the save that runs may wait for what others hold
+        self._patience = SlotPatience(config.begin_timeout_s, config.close_timeout_s)
+        self._patience_s = config.begin_timeout_s  # of the save that runs
+        self._num_left_out = 0  # saves that found no slot in time, since one did
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
         self._split_key: object = None
@@ -270,7 +272,7 @@ class Saver:
             self._note_fault(reservation)
             raise LevelNotReached(f"there is no memory for it: {reservation.fault}")
         size = reservation.num_bytes
-        raise _NoSlotYet(f"its memory is still being made: {size} bytes, for {reservation.seconds:.0f} s by now")
+        raise NoSlotYet(f"its memory is still being made: {size} bytes, for {reservation.seconds:.0f} s by now")
 
     @property
     def _slot_patience_s(self) -> float:
@@ -279,6 +281,11 @@ class Saver:
         if reservation is None or reservation.is_complete:
             return self._patience_s
         return max(self._patience_s, self._slots_until_s - time.monotonic())
+
+    @property
+    def _least_s(self) -> float:
+        """Return how long the save that runs waits for an answer that no other rank has a part in."""
+        return max(self._config.begin_timeout_s, self._patience_s)
 
     def _note_fault(self, reservation: Reservation) -> None:
         """Memory that was granted is not to be had: the ranks go on with storage alone (`checkpoint.checkpointer.storage_fallback`).
@@ -314,21 +321,19 @@ class Saver:
             view.record = None
         self.fence.release(expected=True)
 
-    def save(self, handle: SaveHandle, *, durable: bool, last: bool = False) -> None:
+    def save(self, handle: SaveHandle, *, durable: bool, why: Waits = Waits.ASKED) -> None:
         """Saves the state as it is now as `handle.version`; if that fails, the handle says why.
 
-        The `last` one of a training holds up nothing and cannot be made up for: it waits for a slot as long as `close` may,
-        and is copied in the call.
+        `why` says how long it may wait for a slot. The last one of a training is copied in the call.
         """
         started = time.perf_counter()
-        self._patience_s = self._config.close_timeout_s if last else self._config.begin_timeout_s
+        self._patience.spend(self.fence.take_slot_waits())
+        self._patience_s = self._patience.seconds(why)
         try:
             with torch.inference_mode(False):  # what is made there for later saves may not be written outside of it
-                self._save(handle, durable=durable, last=last)
-        except _NoSlotYet as error:
-            logger.warning("%s is given up: %s", handle.version, error)
-            handle.give_up(str(error))
-            self._link.unannounced.add(handle.version)
+                self._save(handle, durable=durable, why=why)
+        except NoSlotYet as error:
+            self._leave_out(handle, str(error))
         except KeeperLost as error:
             self.give_up(handle, f"the keeper is lost: {error.what}")
         except HoldfastError as error:
@@ -374,7 +379,7 @@ class Saver:
         self._views.clear()
         return quiet
 
-    def _save(self, handle: SaveHandle, *, durable: bool, last: bool) -> None:
+    def _save(self, handle: SaveHandle, *, durable: bool, why: Waits) -> None:
         self.fence.release()
         client = self._link.client
         if client is None:
@@ -382,7 +387,8 @@ class Saver:
             raise KeeperLost("a new one is being started")
         if self._link.silent:
             raise LevelNotReached("the keeper of this node does not answer")
-        if not self.fence.idle(0.0 if self._growing and not last else self._patience_s):
+        last = why is Waits.LAST
+        if not self.fence.idle(0.0 if self._growing and not last else max(self._patience_s, IDLE_S)):
             what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
             raise LevelNotReached(what)
         self._growing = False
@@ -401,16 +407,16 @@ class Saver:
         spots = self._shared.words(handle.version.step)
         if last or not may_be_late(within_step=bool(within)):  # all is copied before the step goes on
             everything = Split(_all(structure), ())
-            taken = _Taken(handle, client, gathered, structure, everything, None, spots, steps, durable)
-            self._copy(taken, self._open(taken, self._grow), watch=False)
+            taken = _Taken(handle, client, gathered, structure, everything, None, spots, steps, durable, why)
+            self._copy(taken, self._open_now(taken), watch=False)
             return
         split = self._split_of(structure, gathered)
         key = (self._structure_key, self._storages, self._trust.generation)
         check = self._checks.look(key, structure, split.late, gathered.tensors, turn=handle.version.step)
-        taken = _Taken(handle, client, gathered, structure, split, check, spots, steps, durable)
+        taken = _Taken(handle, client, gathered, structure, split, check, spots, steps, durable, why)
         aside = self._set_aside(gathered)
         if aside is None:
-            self._copy(taken, self._open(taken, self._grow))
+            self._copy(taken, self._open_now(taken))
         else:
             self._copy_late(replace(taken, gathered=aside))
 
@@ -436,8 +442,22 @@ class Saver:
             self._trust.stop(f"{named(sorted(changed))} changed, and no step of an optimizer was seen")
             self.give_up(last.handle, "steps were made that passed no fence while it was copied")
 
+    def _open_now(self, taken: _Taken) -> SlotView:
+        """A slot for the version while the step waits."""
+        began = time.monotonic()
+        try:
+            return self._open(taken, self._grow, self._slot_patience_s)
+        finally:
+            if taken.why is Waits.DUE:
+                self._patience.spend(time.monotonic() - began)
+
     def _open(
-        self, taken: _Taken, grow: Callable[[KeeperClient, int, Gathered], object], *, anew: bool = False
+        self,
+        taken: _Taken,
+        grow: Callable[[KeeperClient, int, Gathered], object],
+        timeout_s: float,
+        *,
+        anew: bool = False,
     ) -> SlotView:
         """A slot for the version, with everything in it that is not a tensor; `grow` gets larger slots if need be.
 
@@ -449,15 +469,18 @@ class Saver:
         if plan.num_bytes > self._reserved:
             grow(client, plan.num_bytes + SPARE_BYTES, taken.gathered)
         self._link.unannounced.announce(client)
-        version, timeout_s, told = taken.handle.version, self._slot_patience_s, list[Begun]()
+        version, told = taken.handle.version, list[Begun]()
         try:
             slot = client.begin(
                 version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s, ask_again=self._behind(),
-                told=told.append,
+                told=told.append, comes_back=taken.why is Waits.DUE,
             )  # fmt: skip
         except KeeperLost:
             self._link.heard_nothing(client)
             raise
+        if self._num_left_out > 1:
+            logger.info("saves find a slot again; %d were left out", self._num_left_out)
+        self._num_left_out = 0
         view = self._view(slot, plan)
         known = stands(view, client, told[-1])
         view.known = {} if anew else known
@@ -500,12 +523,17 @@ class Saver:
         return rest if on_host and is_small else None
 
     def _copy_late(self, taken: _Taken) -> None:
-        """Everything but the state itself is left to the copying thread."""
-        handle = taken.handle
+        """Everything but the state itself is left to the copying thread. There a wait for a slot holds up nothing at first."""
+        handle, timeout_s = taken.handle, self._slot_patience_s
+        if taken.why is Waits.DUE:
+            timeout_s = max(timeout_s, min(self._config.begin_timeout_s, timeout_s + self.fence.free_s))
 
         def opened() -> Opened:
             try:
-                view = self._open(taken, self._prepare, anew=True)
+                view = self._open(taken, self._prepare, timeout_s, anew=True)
+            except NoSlotYet:
+                job.finish = lambda reason: self._leave_out(handle, reason)
+                raise
             except KeeperLost as error:
                 raise LevelNotReached(f"the keeper is lost: {error.what}") from error
             now, late = view.assign(taken.gathered.tensors, taken.split)
@@ -608,7 +636,7 @@ class Saver:
         if structure is None or renamed or gathered.structure != self._structure_key:
             if structure is None or not structure.fits(gathered):
                 structure = self._structure = self._plan(gathered, None)
-            self._register(client, structure, timeout_s=self._patience_s)
+            self._register(client, structure, timeout_s=self._least_s)
             self._structure_key = gathered.structure
             self._split_key = None
         return structure
@@ -658,7 +686,7 @@ class Saver:
             LevelNotReached: they are not there yet; the copying thread goes on asking for them. Or they are refused.
         """
         self.fence.release()
-        timeout_s = self._patience_s
+        timeout_s = self._least_s
         if not self.fence.run(lambda: self._prepare(client, num_bytes, gathered), timeout_s):
             self._growing = True
             raise LevelNotReached(f"the state outgrew its slots, and larger ones take longer than {timeout_s:g} s")
@@ -683,6 +711,15 @@ class Saver:
             for slot in slots:
                 self._streams.pin(slot, on)
         return slots
+
+    def _leave_out(self, handle: SaveHandle, reason: str) -> None:
+        """No slot became free in time for what was due. Nobody is told yet: at the end the step may be saved after all."""
+        self._num_left_out += 1
+        level = logging.WARNING if self._num_left_out == 1 else logging.DEBUG
+        logger.log(level, "%s is left out, and so are later ones until a slot is free: %s", handle.version, reason)
+        self._events.count("saves_left_out")
+        handle.give_up(reason)
+        self._link.unannounced.add(handle.version)
 
     def give_up(self, handle: SaveHandle, reason: str) -> None:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""

@@ -35,6 +35,7 @@ from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.save.slot_patience import Waits
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.layout.bundles import fingerprint_of
@@ -140,7 +141,7 @@ class DirectSaver:
             degraded_notice.withdraw(self._place)
         return True
 
-    def save(self, handle: SaveHandle, *, durable: bool, last: bool = False) -> None:  # noqa: ARG002 - no slot to wait for
+    def save(self, handle: SaveHandle, *, durable: bool, why: Waits = Waits.ASKED) -> None:  # noqa: ARG002 - there are no slots
         """Saves the state as it is now as `handle.version`, and returns when it is durable or given up. Collective."""
         if not durable:
             handle.give_up(f"{NOT_DURABLE} ({self._reason})")

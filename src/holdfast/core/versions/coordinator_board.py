@@ -28,6 +28,8 @@ from holdfast.core.versions.bundle_table import Table, disagreement, new_table
 # Versions that the board remembers below the newest captured one. Enough for storage that lags a few saves behind;
 # a bound, because nothing may grow with time (S15).
 MAX_VERSIONS = 32
+# Versions on their way to storage that stay besides, the newest: storage may take longer than any number of saves.
+MAX_WRITTEN = 8
 # Layouts remembered; a job has one, or two when optimizer state appears with the first step.
 MAX_LAYOUTS = 8
 
@@ -171,6 +173,11 @@ class _Entry:
     def is_open(self) -> bool:
         """Return whether it may still become complete."""
         return not self.reached and not self.abandoned
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether it is on its way to storage."""
+        return self.persist_ordered and Level.DURABLE not in self.reached
 
 
 class Board:
@@ -327,7 +334,7 @@ class Board:
     def being_written(self) -> tuple[Version, ...]:
         """Versions that were ordered into storage and do not stand there yet."""
         entries = sorted(self._entries.items())
-        return tuple(v for v, e in entries if e.persist_ordered and Level.DURABLE not in e.reached)
+        return tuple(v for v, e in entries if e.is_written)
 
     def in_line_with(self, version: Version, node: int) -> frozenset[int]:
         """The nodes that may have to do a node's writing, or whose writing it may have to do."""
@@ -518,10 +525,12 @@ class Board:
         return [CommitOrder(version, entry.layout, tuple(entry.parts[name] for name in sorted(entry.parts)))]
 
     def _forget(self) -> None:
-        """Bounded: the oldest settled versions go first; never an open one, never the newest captured one."""
+        """Bounded: the oldest settled versions go first; never an open one, nor the newest captured one, nor what is written."""
         excess = len(self._entries) - MAX_VERSIONS
         if excess > 0:
-            settled = (v for v, entry in self._entries.items() if not entry.is_open and v != self._newest)
+            written = sorted(v for v, entry in self._entries.items() if entry.is_written)[-MAX_WRITTEN:]
+            kept = {self._newest, *written}
+            settled = (v for v, entry in self._entries.items() if not entry.is_open and v not in kept)
             for version in sorted(settled)[:excess]:
                 del self._entries[version]
                 self._forgotten = max(self._forgotten or version, version)

@@ -61,6 +61,11 @@ class _Local:
     suspicion: Suspicion | None = None
     spots: dict[int, dict[str, bytes]] = field(default_factory=dict)
 
+    @property
+    def is_written(self) -> bool:
+        """Return whether it is on its way to storage."""
+        return self.persist_told and Level.DURABLE not in self.reached
+
 
 @dataclass(frozen=True, slots=True)
 class Reports:
@@ -360,6 +365,9 @@ class NodeLedger:
         if excess > 0:
             kept = {self._captured, besides, *(version for begun in self._begun.values() for version in begun)}
             kept |= {self.newest(level) for level in _LEVELS.values()}
+            kept |= set(
+                sorted(v for v, local in self._versions.items() if local.is_written)[-coordinator_board.MAX_WRITTEN :]
+            )
             old = (v for v, local in self._versions.items() if v not in kept and self._is_settled(v, local))
             for version in sorted(old)[:excess]:
                 del self._versions[version]

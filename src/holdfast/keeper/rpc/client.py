@@ -35,6 +35,8 @@ __all__ = ["Assembly", "Begun", "ImageSpan", "Inventory", "KeeperClient", "Locat
 GRACE_S = 5.0
 # A save waits for it; a keeper that is frozen answers no sooner than one that is dead.
 BEGIN_GRACE_S = 0.5
+# A keeper that is busy has at least so long to answer who does not wait for a slot.
+LEAST_ANSWER_S = 1.0
 # A save that waits for a slot for so long says so.
 SAY_S = 3.0
 
@@ -58,6 +60,10 @@ class Located:
     seconds: float
     chunks: tuple[int, int] | None = None
     unread: UnreadChunks | None = None
+
+
+class NoSlotYet(LevelNotReached):
+    """No slot is there in time for a version, and the rank may come back to it: nobody was told that it is given up."""
 
 
 class KeeperClient(KeeperViewer):
@@ -164,6 +170,7 @@ class KeeperClient(KeeperViewer):
         durable: bool,
         timeout_s: float,
         ask_again: Callable[[], bool] | None = None,
+        comes_back: bool = False,
         told: Callable[[Begun], object] = lambda _: None,
     ) -> Slot:
         """A slot to write `version` into; its header is already invalid. The overwrite guard chooses.
@@ -174,10 +181,12 @@ class KeeperClient(KeeperViewer):
             durable: whether this version is due for storage.
             timeout_s: how long to wait for a slot to become free.
             ask_again: asked at the end of that time: whether it is too early to abandon the version. Then as much time begins.
+            comes_back: if none becomes free the rank may begin the same version once more, soon.
             told: called with the keeper's words about the slot.
 
         Raises:
             LevelNotReached: no slot became free, with the reason; the version is then abandoned for this rank.
+            NoSlotYet: the same for who comes back; it is not abandoned yet.
             KeeperLost: the keeper is gone.
         """
         waited_s, left_s, is_said = 0.0, timeout_s, False
@@ -186,12 +195,16 @@ class KeeperClient(KeeperViewer):
             left_s -= asked_s
             request = messages.Begin(
                 version=version, num_bytes=num_bytes, durable=durable, timeout_s=asked_s,
-                final=ask_again is None and left_s <= 0, waited_s=waited_s,
+                final=ask_again is None and left_s <= 0, comes_back=comes_back, waited_s=waited_s,
             )  # fmt: skip
-            reply, fds = self._call(request, messages.Begun, asked_s + BEGIN_GRACE_S)
+            reply, fds = self._call(request, messages.Begun, max(asked_s, LEAST_ANSWER_S) + BEGIN_GRACE_S)
             if reply.slot_id != messages.NO_SLOT:
                 break
             waited_s += asked_s
+            if request.final:
+                raise NoSlotYet(
+                    f"no slot became free within {waited_s:.3g} s: {reply.reason}", remedy=messages.FREE_SLOTS
+                )
             if waited_s >= SAY_S and not is_said:
                 is_said = True
                 what = "the save of %s has waited for a free slot for %.0f s: %s; %s"

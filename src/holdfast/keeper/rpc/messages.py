@@ -216,6 +216,7 @@ class Begin(Message, tag="begin", frozen=True, kw_only=True):
 
     Attributes:
         final: at the end of the time the version is abandoned; else the answer is NO_SLOT, and the rank may ask again.
+        comes_back: abandoned it is only when the rank begins another one, or a few seconds later. The answer is NO_SLOT.
         waited_s: how long it has waited in requests before this one.
     """
 
@@ -224,6 +225,7 @@ class Begin(Message, tag="begin", frozen=True, kw_only=True):
     durable: bool
     timeout_s: float
     final: bool = True
+    comes_back: bool = False
     waited_s: float = 0.0
 
 

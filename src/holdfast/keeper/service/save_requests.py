@@ -26,6 +26,8 @@ from holdfast.keeper.storage.writer_failover import WriterFailover
 logger = logging.getLogger(__name__)
 
 MAX_BEGIN_WAIT_S = 600.0
+# A version that its rank may come back to is abandoned so many seconds after its time was over.
+COME_BACK_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,20 @@ class _Waiting:
     def deadline_s(self) -> float:
         return self.since_s + min(self.request.timeout_s, MAX_BEGIN_WAIT_S)
 
+    @property
+    def in_vain(self) -> str:
+        """Return the words for a wait that is over."""
+        return f"no slot became free within {self.request.waited_s + self.request.timeout_s:.3g} s: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftOut:
+    """A version that a rank found no slot for, and may come back to."""
+
+    version: Version
+    until_s: float
+    reason: str
+
 
 class SaveRequests:
     """Begins, takes over and abandons versions of local ranks."""
@@ -51,6 +67,7 @@ class SaveRequests:
         self._sealer = sealer
         self._failover = failover
         self._waiting: list[_Waiting] = []
+        self._left_out: dict[int, _LeftOut] = {}
 
     def begin(self, connection: Connection, request: Begin) -> None:
         """A slot for a version; the reply comes when there is one, or when time is over."""
@@ -60,6 +77,8 @@ class SaveRequests:
                 raise Fenced(f"{request.version} is not of incarnation {ledger.incarnation}")
             if trainer.rank not in self._state.layouts:
                 raise UsageError(f"rank {trainer.rank} has not registered its layout")
+            if (left := self._left_out.pop(trainer.rank, None)) is not None and left.version != request.version:
+                self._state.abandon(trainer.rank, left.version, left.reason)
             self._skip(trainer.rank, request.version)
             waiting = _Waiting(trainer, request, time.monotonic())
             if not self._try(waiting):
@@ -119,14 +138,21 @@ class SaveRequests:
                     self._give_up(waiting, waiting.reason)
                 elif now < waiting.deadline_s:
                     self._waiting.append(waiting)
-                elif waiting.request.final:
-                    waited_s = waiting.request.waited_s + waiting.request.timeout_s
-                    self._give_up(waiting, f"no slot became free within {waited_s:g} s: {waiting.reason}")
+                elif waiting.request.final and not waiting.request.comes_back:
+                    self._give_up(waiting, waiting.in_vain)
                 else:
+                    if waiting.request.final:
+                        left = _LeftOut(waiting.request.version, now + COME_BACK_S, waiting.in_vain)
+                        self._left_out[waiting.trainer.rank] = left
                     waiting.trainer.connection.send(
                         Begun(id=waiting.request.id, slot_id=NO_SLOT, reason=waiting.reason)
                     )
-            return min((waiting.deadline_s - now for waiting in self._waiting), default=float("inf"))
+            for rank, left in tuple(self._left_out.items()):
+                if left.until_s <= now and self._left_out.pop(rank, None) is not None:
+                    self._state.abandon(rank, left.version, left.reason)
+            deadlines = [waiting.deadline_s for waiting in self._waiting]
+            deadlines += [left.until_s for left in self._left_out.values()]
+            return min(deadlines, default=float("inf")) - now
 
     def starved(self) -> list[int]:
         """Ranks whose save has waited for half of its time; whoever is only sent bytes from their slots must yield."""
@@ -188,3 +214,4 @@ class SaveRequests:
     def forget(self, trainer: Trainer) -> None:
         """A trainer goes. Under the state's lock."""
         self._waiting = [waiting for waiting in self._waiting if waiting.trainer is not trainer]
+        self._left_out.pop(trainer.rank, None)

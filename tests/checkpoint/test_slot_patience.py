@@ -1,0 +1,130 @@
+"""How long saves wait for a slot: those that are due hold training up for a share of its time only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.base.events import Events
+from holdfast.checkpoint.save.slot_patience import FREE_S, MOST_TIMES, SHARE, SlotPatience, Waits
+from holdfast.tiers.storage.version_store import open_storage
+from keeper.rig import eventually
+from kit.checkpointers import Make, Trainee
+
+BEGIN_S = 0.2
+
+# Part of every keeper that this test starts: what it writes is on the disk only when nobody holds the disk up.
+SLOW_DISK = """
+import os, time
+fsync = os.fsync
+def held(fd):
+    while os.path.exists(os.environ["HELD"]):
+        time.sleep(0.01)
+    fsync(fd)
+os.fsync = held
+"""
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_waits_of_due_saves_are_a_share_of_the_time_that_passes() -> None:
+    clock = Clock()
+    patience = SlotPatience(1.0, 600.0, clock)
+    waited_s = 0.0
+    for _ in range(1000):  # a storage that never ends, and steps of 0.2 s
+        allowed_s = patience.seconds(Waits.DUE)
+        assert allowed_s <= 1.0
+        patience.spend(allowed_s)
+        waited_s += allowed_s
+        clock.now_s += 0.2 + allowed_s
+    assert waited_s <= MOST_TIMES * 1.0 + SHARE * (clock.now_s - 100.0) + 1000 * FREE_S
+    clock.now_s += 100.0
+    assert patience.seconds(Waits.DUE) == 1.0, "what was saved up"
+
+
+@pytest.mark.parametrize(("why", "seconds"), [(Waits.ASKED, 1.0), (Waits.LAST, 600.0)])
+def test_who_asks_for_a_save_may_always_wait(why: Waits, seconds: float) -> None:
+    patience = SlotPatience(1.0, 600.0, Clock())
+    patience.spend(1000.0)
+    assert patience.seconds(Waits.DUE) == 0.0
+    assert patience.seconds(why) == seconds
+
+
+def test_a_round_trip_costs_no_credit() -> None:
+    patience = SlotPatience(1.0, 600.0, Clock())
+    for _ in range(100_000):
+        patience.spend(FREE_S)
+    assert patience.seconds(Waits.DUE) == 1.0
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file: as long as it is there, storage comes to no end."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SLOW_DISK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("HELD", str(tmp_path / "held"))
+    return tmp_path / "held"
+
+
+@pytest.mark.parametrize("width", [32, 600], ids=["in the call", "late"])
+def test_a_storage_that_takes_long_does_not_hold_training_up(
+    make: Make, tmp_path: Path, held: Path, caplog: pytest.LogCaptureFixture, width: int
+) -> None:
+    """While a version is written both slots are taken: by that one, and by the newest that memory has."""
+    trainee = Trainee(width)
+    checkpointer = make(trainee, every="1", begin_timeout_s=BEGIN_S)
+    checkpointer.restore()
+    for step in range(10):
+        trainee.train()
+        checkpointer.step(step)
+    held.touch()
+    checkpointer.save(9, "durable")
+    try:
+        for step in range(10, 110):  # each of them would wait
+            trainee.train()
+            checkpointer.step(step)
+    finally:
+        held.unlink()
+    counters = checkpointer.events.counters()
+    assert counters["saves_left_out"] > 50
+    assert counters["save_seconds"] + counters.get("fence_wait_seconds", 0.0) < 100 * BEGIN_S / 2
+    told = [
+        record for record in caplog.records if "is left out" in record.getMessage() and record.levelname == "WARNING"
+    ]
+    assert len(told) < 10, "once for each time that slots are taken"
+    checkpointer.close()
+    assert [version.step for version in open_storage(tmp_path / "job", Events()).versions()] == [9, 109]
+    again = Trainee(width)
+    assert make(again).restore() == 110
+    assert again.fingerprint() == trainee.fingerprint()
+
+
+def test_what_was_left_out_for_good_is_said_and_the_newest_whole_version_is_durable(
+    make: Make, tmp_path: Path, held: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than a few saves in a row find no slot, and the script works on behind its last step before it closes."""
+    trainee = Trainee()
+    checkpointer = make(trainee, every="1", begin_timeout_s=0.05)
+    checkpointer.restore()
+    trainee.train()
+    held.touch()
+    checkpointer.save(0, "durable")
+    for step in range(1, 20):
+        trainee.train()
+        checkpointer.step(step)
+    last, whole = checkpointer._run.last.version, checkpointer._run.whole.version
+    assert whole.step < 15
+    client = checkpointer._run.link.client
+    eventually(lambda: (known := client.announced.known(last)) is not None and known.abandoned)
+    held.unlink()
+    checkpointer.close()
+    assert open_storage(tmp_path / "job", Events()).versions()[-1] == whole
+    assert f"what is durable is step {whole.step}; step 19 is not saved: i000001-s0000000019 is abandoned" in caplog.text
