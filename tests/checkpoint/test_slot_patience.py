@@ -127,4 +127,6 @@ def test_what_was_left_out_for_good_is_said_and_the_newest_whole_version_is_dura
     held.unlink()
     checkpointer.close()
     assert open_storage(tmp_path / "job", Events()).versions()[-1] == whole
-    assert f"what is durable is step {whole.step}; step 19 is not saved: i000001-s0000000019 is abandoned" in caplog.text
+    assert (
+        f"what is durable is step {whole.step}; step 19 is not saved: i000001-s0000000019 is abandoned" in caplog.text
+    )

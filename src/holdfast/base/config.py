@@ -75,8 +75,10 @@ class Config:
             Doubles the memory traffic of a save.
         fence_timeout_s: how long an optimizer step may wait for the copy beyond the copy itself; then the version is
             abandoned. 1 s: a checkpoint library must never be the reason that training stops.
-        begin_timeout_s: how long a save may wait for a free slot; then the version is abandoned.
-        num_slots: slots per rank, 2 or 3. A third avoids waits when saves come faster than storage.
+        begin_timeout_s: how long a save may wait for a free slot; then the version is left out. All waits of saves that are due
+            by a cadence hold training up for three times that and 1 % of its time at most.
+        num_slots: slots per rank, 2 or 3. Where saves come faster than storage takes them, a third is added later if
+            `memory_budget` has room for three; with 3 it is there from the start, or the memory is refused.
         memory_budget: bytes (`"4GiB"`) that all keepers of the cgroup may use; `""` is a quarter of its limit.
         require_memory: refuse to start where the level in memory cannot be had (too little memory, no keeper); off: the
             job goes on with saves to storage alone, and says so.

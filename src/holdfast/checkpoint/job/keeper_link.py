@@ -77,23 +77,23 @@ class Unannounced:
     """Versions that this rank gave up while nobody could be told."""
 
     def __init__(self) -> None:
-        self._versions: deque[Version] = deque(maxlen=MAX_SKIPPED)
+        self._versions: deque[tuple[Version, str]] = deque(maxlen=MAX_SKIPPED)
 
-    def add(self, version: Version) -> None:
+    def add(self, version: Version, reason: str = "the keeper of its node was lost") -> None:
         """`version` was given up."""
-        self._versions.append(version)
+        self._versions.append((version, reason))
 
     def take_back(self, version: Version) -> bool:
         """Return whether `version` was given up without anybody hearing of it: then it may be saved after all."""
-        if version in self._versions:
-            self._versions.remove(version)
-            return True
-        return False
+        found = next((each for each in self._versions if each[0] == version), None)
+        if found is not None:
+            self._versions.remove(found)
+        return found is not None
 
     def announce(self, client: KeeperClient) -> None:
         """Tells what was given up meanwhile; the others hold those versions in slots that they cannot reuse before."""
         while self._versions:
-            client.abandon(self._versions[0], "the keeper of its node was lost")
+            client.abandon(*self._versions[0])
             self._versions.popleft()
 
 

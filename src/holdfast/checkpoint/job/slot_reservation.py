@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # With fewer cores the threads that make pages take those that a restore needs: pages are made after it.
 CORES_FOR_BOTH = 8
+# Of a rank: one is being written to storage, one holds the newest version, one is free for the next.
+MOST_SLOTS = 3
 
 
 def comes_after_restore() -> bool:
@@ -87,6 +89,25 @@ class Reservation:
             self._end(HoldfastError(f"slots were not mapped: {type(error).__name__}: {error}"))
         else:
             logger.info("%d slots of %d bytes after %.2f s", self._num_slots, self.num_bytes, self.seconds)
+
+    @property
+    def may_widen(self) -> bool:
+        """Return whether all slots are there, and a rank may have one more."""
+        return self.is_complete and self._num_slots < MOST_SLOTS and not self._is_over
+
+    def widen(self) -> None:
+        """One slot more, if the keeper has room for it and for as much again, twice. A thread's work; does not raise."""
+        accelerator.leave_captures_alone()
+        try:
+            for slot in self.client.prepare(self.num_bytes, self._num_slots + 1, spare=True):
+                self._take(slot)
+        except HoldfastError as error:
+            logger.info("saves wait for %d slots, for there is no room for one more: %s", self._num_slots, error)
+        except Exception:  # the top of the thread: it goes on with the slots that are there
+            logger.exception("one slot more of %d bytes was not mapped", self.num_bytes)
+        else:
+            self._num_slots += 1
+            logger.info("saves come faster than storage or a replica: %d slots now", self._num_slots)
 
     @property
     def seconds(self) -> float:

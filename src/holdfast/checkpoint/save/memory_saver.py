@@ -147,6 +147,7 @@ class Saver:
         self._patience = SlotPatience(config.begin_timeout_s, config.close_timeout_s)
         self._patience_s = config.begin_timeout_s  # of the save that runs
         self._num_left_out = 0  # saves that found no slot in time, since one did
+        self._widened: Reservation | None = None
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
         self._split_key: object = None
@@ -282,6 +283,18 @@ class Saver:
             return self._patience_s
         return max(self._patience_s, self._slots_until_s - time.monotonic())
 
+    def _widen(self) -> None:
+        """Saves find no slot: there may be one more, if that was not asked for before."""
+        reservation = self._reservation
+        if (
+            self._num_left_out
+            and reservation is not None
+            and reservation.may_widen
+            and self._widened is not reservation
+        ):
+            self._widened = reservation
+            self._link.behind(reservation.widen, "holdfast slot")
+
     @property
     def _least_s(self) -> float:
         """Return how long the save that runs waits for an answer that no other rank has a part in."""
@@ -328,6 +341,7 @@ class Saver:
         """
         started = time.perf_counter()
         self._patience.spend(self.fence.take_slot_waits())
+        self._widen()
         self._patience_s = self._patience.seconds(why)
         try:
             with torch.inference_mode(False):  # what is made there for later saves may not be written outside of it
@@ -719,7 +733,7 @@ class Saver:
         logger.log(level, "%s is left out, and so are later ones until a slot is free: %s", handle.version, reason)
         self._events.count("saves_left_out")
         handle.give_up(reason)
-        self._link.unannounced.add(handle.version)
+        self._link.unannounced.add(handle.version, reason)
 
     def give_up(self, handle: SaveHandle, reason: str) -> None:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""

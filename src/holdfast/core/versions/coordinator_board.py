@@ -529,7 +529,7 @@ class Board:
         excess = len(self._entries) - MAX_VERSIONS
         if excess > 0:
             written = sorted(v for v, entry in self._entries.items() if entry.is_written)[-MAX_WRITTEN:]
-            kept = {self._newest, *written}
+            kept = {*written, *([self._newest] if self._newest is not None else [])}
             settled = (v for v, entry in self._entries.items() if not entry.is_open and v not in kept)
             for version in sorted(settled)[:excess]:
                 del self._entries[version]
@@ -541,8 +541,8 @@ class Board:
             self._tables = {name: table for name, table in self._tables.items() if name in live}
             newest = dict(self._layouts.keys())
             self._layouts = {k: v for k, v in self._layouts.items() if k in used or newest[k[0]] == k[1]}
-            kept = {id(layout.bundles) for layout in self._layouts.values()}
-            self._lists = {row: row for row in self._lists.values() if id(row) in kept}
+            lists = {id(layout.bundles) for layout in self._layouts.values()}
+            self._lists = {row: row for row in self._lists.values() if id(row) in lists}
 
 
 def _ids(report: RankReport) -> set[str]:

@@ -114,6 +114,7 @@ class KeeperClient(KeeperViewer):
         *,
         num_ready: int | None = None,
         put_off: bool = False,
+        spare: bool = False,
         timeout_s: float | None = None,
     ) -> tuple[Slot, ...]:
         """Slots with room for `num_bytes` each, allocated by the keeper, populated here. Growth: call it again.
@@ -125,12 +126,15 @@ class KeeperClient(KeeperViewer):
             num_slots: how many there will be; the budget is asked for all of them at once.
             num_ready: returns as soon as so many are there; None: all of them. 0: at once, none.
             put_off: with 0, makes none before the next call, or before something is restored into one.
+            spare: what is missing is refused where it would leave less than twice as much of the budget.
             timeout_s: seconds; None: as many as so much memory may need.
 
         Raises:
             MemoryRefused: names what is needed, what is allowed, and what to change. KeeperLost: the keeper is gone.
         """
-        request = messages.Prepare(num_bytes=num_bytes, num_slots=num_slots, num_ready=num_ready, put_off=put_off)
+        request = messages.Prepare(
+            num_bytes=num_bytes, num_slots=num_slots, num_ready=num_ready, put_off=put_off, spare=spare
+        )
         limit_s = slot_memory.patience_s(num_bytes * num_slots) if timeout_s is None else timeout_s
         if num_ready == 0:
             frames.close_fds(self._call(request, messages.Slots, limit_s)[1])
@@ -202,9 +206,7 @@ class KeeperClient(KeeperViewer):
                 break
             waited_s += asked_s
             if request.final:
-                raise NoSlotYet(
-                    f"no slot became free within {waited_s:.3g} s: {reply.reason}", remedy=messages.FREE_SLOTS
-                )
+                raise NoSlotYet(reply.reason, remedy=messages.FREE_SLOTS)
             if waited_s >= SAY_S and not is_said:
                 is_said = True
                 what = "the save of %s has waited for a free slot for %.0f s: %s; %s"

@@ -170,12 +170,14 @@ class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
     Attributes:
         num_ready: the answer comes when so many are there; None: all. 0: at once, without any, when the budget allows them.
         put_off: no page is made before somebody waits for a slot: the rank in its next request, or what it restores.
+        spare: refused unless the budget has room for the slot that is missing and twice as much again.
     """
 
     num_bytes: int
     num_slots: int
     num_ready: int | None = None
     put_off: bool = False
+    spare: bool = False
 
 
 class Slots(Message, tag="slots", frozen=True, kw_only=True):

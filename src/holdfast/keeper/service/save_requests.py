@@ -134,19 +134,19 @@ class SaveRequests:
             for waiting in looked_at:
                 if self._state.ledger is not None and self._try(waiting):
                     continue
-                if self._is_lost(waiting.request.version):
-                    self._give_up(waiting, waiting.reason)
-                elif now < waiting.deadline_s:
+                request = waiting.request
+                lost, over = self._is_lost(request.version), now >= waiting.deadline_s
+                if not lost and not over:
                     self._waiting.append(waiting)
-                elif waiting.request.final and not waiting.request.comes_back:
-                    self._give_up(waiting, waiting.in_vain)
-                else:
-                    if waiting.request.final:
-                        left = _LeftOut(waiting.request.version, now + COME_BACK_S, waiting.in_vain)
+                elif request.final and request.comes_back:
+                    if not lost:
+                        left = _LeftOut(request.version, now + COME_BACK_S, waiting.in_vain)
                         self._left_out[waiting.trainer.rank] = left
-                    waiting.trainer.connection.send(
-                        Begun(id=waiting.request.id, slot_id=NO_SLOT, reason=waiting.reason)
-                    )
+                    self._refuse(waiting, waiting.reason if lost else waiting.in_vain)
+                elif lost or request.final:
+                    self._give_up(waiting, waiting.reason if lost else waiting.in_vain)
+                else:
+                    self._refuse(waiting, waiting.reason)
             for rank, left in tuple(self._left_out.items()):
                 if left.until_s <= now and self._left_out.pop(rank, None) is not None:
                     self._state.abandon(rank, left.version, left.reason)
@@ -169,6 +169,11 @@ class SaveRequests:
         """Return whether somebody gave it up, so that no slot will become free for it: there is nothing to wait for."""
         ledger = self._state.ledger
         return ledger is not None and ledger.standing(version)[2] and version not in ledger.suspects()
+
+    @staticmethod
+    def _refuse(waiting: _Waiting, reason: str) -> None:
+        """There is no slot, and the version is not abandoned by that."""
+        waiting.trainer.connection.send(Begun(id=waiting.request.id, slot_id=NO_SLOT, reason=reason))
 
     def _give_up(self, waiting: _Waiting, reason: str) -> None:
         version, rank = waiting.request.version, waiting.trainer.rank

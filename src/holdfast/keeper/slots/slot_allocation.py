@@ -30,6 +30,8 @@ from holdfast.tiers.memory.slots import Slot
 logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 3
+# The budget has room for so many of a slot that is spare, for what comes later: replicas of a node that is lost.
+SPARE_TIMES = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +151,7 @@ class SlotAllocator:
         small = [held for held in slots if held.slot.num_bytes < request.num_bytes and not held.outgrown]
         missing = max(0, request.num_slots - sum(not held.outgrown and held not in small for held in slots))
         free = sum(held.slot.total_bytes for held in small if held.is_empty)
-        needed = missing * slot_memory.slot_bytes(request.num_bytes) - free
+        needed = missing * slot_memory.slot_bytes(request.num_bytes) * (SPARE_TIMES if request.spare else 1) - free
         slot_pool.with_room(lambda: slot_pool.budget.check(needed, f"reserving {missing} slots for rank {rank}"))
         for held in small:
             held.outgrown = True
