@@ -14,6 +14,8 @@ from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
 
 BEGIN_S = 0.2
+# Room for two slots of this state, and not for three more.
+TWO_SLOTS = "4MiB"
 
 # Part of every keeper that this test starts: what it writes is on the disk only when nobody holds the disk up.
 SLOW_DISK = """
@@ -80,7 +82,7 @@ def test_a_storage_that_takes_long_does_not_hold_training_up(
 ) -> None:
     """While a version is written both slots are taken: by that one, and by the newest that memory has."""
     trainee = Trainee(width)
-    checkpointer = make(trainee, every="1", begin_timeout_s=BEGIN_S)
+    checkpointer = make(trainee, every="1", begin_timeout_s=BEGIN_S, memory_budget=TWO_SLOTS)
     checkpointer.restore()
     for step in range(10):
         trainee.train()
@@ -107,12 +109,36 @@ def test_a_storage_that_takes_long_does_not_hold_training_up(
     assert again.fingerprint() == trainee.fingerprint()
 
 
+def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(make: Make, held: Path) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, every="1", begin_timeout_s=BEGIN_S)
+    checkpointer.restore()
+    trainee.train()
+    held.touch()
+    checkpointer.save(0, "durable")
+    step, slots = 0, []
+    while len(slots) < 3:
+        step += 1
+        assert step < 1000
+        trainee.train()
+        checkpointer.step(step)
+        slots = checkpointer.keeper_status()["ranks"]["0"]["slots"]
+    eventually(lambda: checkpointer._run.saver._reservation.is_complete)
+    for _ in range(10):
+        step += 1
+        trainee.train()
+        handle = checkpointer.step(step)
+        handle.wait("captured", 30)
+    held.unlink()
+    checkpointer.close()
+
+
 def test_what_was_left_out_for_good_is_said_and_the_newest_whole_version_is_durable(
     make: Make, tmp_path: Path, held: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """More than a few saves in a row find no slot, and the script works on behind its last step before it closes."""
     trainee = Trainee()
-    checkpointer = make(trainee, every="1", begin_timeout_s=0.05)
+    checkpointer = make(trainee, every="1", begin_timeout_s=0.05, memory_budget=TWO_SLOTS)
     checkpointer.restore()
     trainee.train()
     held.touch()

@@ -173,3 +173,19 @@ def test_a_restore_takes_the_slot_that_is_being_made_and_no_memory_beside_it(mak
 
     assert [item.source for item in located()] == [Source.STORAGE] * len(fetches)
     assert len(rig.status(0)["ranks"]["0"]["slots"]) == 2
+
+
+@pytest.mark.parametrize("there", [5.5, 4.5], ids=["room", "tight"])
+def test_a_slot_that_is_spare_leaves_room_for_two_more(make_rig: MakeRig, there: float) -> None:
+    """What a lost node's replicas need is worth more than saves that come faster than storage."""
+    rig = make_rig(memory_budget=str(int(there * (1 << 20))))
+    rig.next_incarnation()
+    trainer = rig.trainer(0)
+    slot_bytes = (1 << 20) - 4096
+    assert len(trainer.client.prepare(slot_bytes, 2)) == 2
+    if there > 5:
+        assert len(trainer.client.prepare(slot_bytes, 3, spare=True)) == 3
+        return
+    with pytest.raises(MemoryRefused, match="reserving 1 slots"):
+        trainer.client.prepare(slot_bytes, 3, spare=True)
+    assert len(trainer.client.prepare(slot_bytes, 3)) == 3, "which is there for who asks for it"

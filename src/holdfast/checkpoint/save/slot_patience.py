@@ -1,4 +1,4 @@
-"""How long a save may wait for a free slot, so that storage or a replica that takes long is no reason that training stands.
+"""Bounds how long a save may wait for a free slot, so that storage or a replica that takes long holds up no training.
 
 A save that is due by the cadence may hold a step up: at most `begin_timeout_s`, and all of them together a share of the
 time that passes. What is saved up of that share is the credit of the next one. Where storage writes for minutes, or a replica is
