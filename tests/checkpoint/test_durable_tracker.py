@@ -55,6 +55,27 @@ def versions(path: Path) -> list[Version]:
     return open_storage(path, Events()).versions()
 
 
+def test_what_another_rank_made_due_for_storage_is_due_here_too(make: Make) -> None:
+    """The clocks of ranks differ. Two neighbouring versions would be written, one for each of them."""
+    trainee, told = Trainee(), Told()
+    checkpointer = make(trainee, every="1", durable_every="1h", on_durable=told)
+    checkpointer.restore()
+    trainee.train()
+    handle = checkpointer.step(0)
+    handle.wait("captured", DEADLINE_S)
+    client, began_s = checkpointer._run.link.client, checkpointer._run.schedule._durable_s
+    client.persist(handle.version)  # as the other rank's keeper hears it
+    eventually(lambda: client.announced.newest_due is not None)
+    trainee.train()
+    checkpointer.step(1)
+    assert handle.level is Level.DURABLE
+    assert checkpointer._run.schedule._durable_s > began_s
+    checkpointer.flush(DEADLINE_S)
+    told.wait(1)
+    assert told.calls == [(handle.version, None)]
+    assert not client.announced.newest_due[1].is_written
+
+
 def test_flush_callbacks_pins_and_further_places(make: Make, tmp_path: Path) -> None:
     trainee, told = Trainee(), Told()
     checkpointer = make(trainee, on_durable=told)

@@ -80,6 +80,48 @@ def test_a_stop_alone_is_immediate_and_durable() -> None:
     assert (due.stop, due.save, due.durable) == (True, True, True)
 
 
+class Job:
+    """One rank whose steps take a second; `writing` says what storage does."""
+
+    def __init__(self, every: str) -> None:
+        self.now_s, self.writing = 0.0, False
+        config = Config(every=every, durable_every="10s")
+        self.schedule = Schedule(
+            config, rank=0, world_size=1, missed=lambda _: None, clock=lambda: self.now_s, writing=lambda: self.writing
+        )
+
+    def durables(self, count: int) -> list[float]:
+        """When versions were due for storage, in so many steps."""
+        found = []
+        for _ in range(count):
+            self.now_s += 1.0
+            due = self.schedule.after(int(self.now_s), stop_wanted=False)
+            if due.save:
+                self.schedule.saved(int(self.now_s), durable=due.durable)
+            found += [self.now_s] if due.durable else []
+        return found
+
+
+@pytest.mark.parametrize("every", ["1", "0"])
+def test_nothing_is_due_by_the_clock_while_storage_writes_but_not_for_ever(every: str) -> None:
+    """Two versions that are written at once take two slots, and each of them takes as long."""
+    job = Job(every)
+    assert job.durables(12) == [10.0]
+    job.writing = True
+    assert job.durables(13) == []
+    job.writing = False
+    assert job.durables(1) == [26.0], "as soon as storage is done"
+    job.writing = True
+    assert job.durables(60) == [56.0, 86.0], "storage that refuses for long does not end it"
+
+
+def test_a_rank_whose_clock_was_second_does_not_make_the_next_version_due_as_well() -> None:
+    job = Job("1")
+    assert job.durables(9) == []
+    job.schedule.stored()
+    assert job.durables(10) == [19.0]
+
+
 @pytest.mark.parametrize("text", ["", "often", "10,20", "-3", "0s"])
 def test_a_wrong_cadence_names_the_setting(text: str) -> None:
     with pytest.raises(ConfigError) as caught:

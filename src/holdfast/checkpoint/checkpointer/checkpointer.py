@@ -53,7 +53,7 @@ from holdfast.checkpoint.restore.restorer import Restorer, RestoreReport
 from holdfast.checkpoint.save.durable_tracker import DurableTracker, OnDurable
 from holdfast.checkpoint.save.extra_places import ExtraPlaces
 from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_seconds, as_version, never
-from holdfast.checkpoint.save.save_schedule import parse_cadence
+from holdfast.checkpoint.save.save_schedule import Schedule, parse_cadence
 from holdfast.checkpoint.save.slot_patience import Waits
 from holdfast.checkpoint.state.stateful import Keys
 from holdfast.checkpoint.state.training_state import State
@@ -299,6 +299,7 @@ class Checkpointer:
         run.recorder.step(step)
         run.at(step)
         heartbeat.at_step(step)
+        self._hear_due(run)
         due = run.schedule.after(step, stop_wanted=self._signal.wanted)
         self._propose(run, due.propose)
         for missed in due.missed:
@@ -353,6 +354,21 @@ class Checkpointer:
             return self._save_now(step, Level.DURABLE, why=Waits.LAST)
         finally:
             self.settle()
+
+    @staticmethod
+    def _hear_due(run: Run) -> None:
+        """Another rank's clock was first: what it made due for storage counts here too, and nothing more is due now."""
+        client = run.link.client
+        newest = client.announced.newest_due if client is not None else None
+        if newest is None or newest[0].incarnation != run.job.incarnation or newest[0] == run.due:
+            return
+        run.due = newest[0]
+        if isinstance(run.schedule, Schedule):
+            run.schedule.stored()
+        for handle in run.recent:
+            if handle.version == run.due and handle.level is not Level.DURABLE and not handle.given_up:
+                handle.level = Level.DURABLE
+                run.durables.add(handle)
 
     def _save_now(
         self,
@@ -576,7 +592,7 @@ class Checkpointer:
         saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or schedule_discovery.bubbles_of(state.modules, self.events)
         schedule = schedule_of(
-            saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
+            saver, self._config, job, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
         )
         recorder = self._recorder = self._recorder or Recorder(self._config.trace_dir, group.rank, self.events)
         report.tell(self.events)  # behind the recorder, which draws it

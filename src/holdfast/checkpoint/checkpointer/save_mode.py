@@ -14,7 +14,6 @@ from holdfast.base.errors import KeeperLost, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
-from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.restore.fetcher import Holder
@@ -108,7 +107,7 @@ def _may_hold(inventory: Inventory) -> bool:
 def schedule_of(
     saver: AnySaver,
     config: Config,
-    group: Ranks,
+    job: Job,
     *,
     missed: Callable[[int], None],
     events: Events,
@@ -117,8 +116,15 @@ def schedule_of(
 ) -> Schedule | MeetingSchedule:
     """Return when `saver` saves."""
     if saver.memory is None:
-        return MeetingSchedule(config, group)
+        return MeetingSchedule(config, job.group)
     budget = None
     if config.overhead:
-        budget = Budget(config.overhead, group=group, events=events, bubbles=bubbles, tell=link.note_cadence)
-    return Schedule(config, rank=group.rank, world_size=group.world_size, missed=missed, budget=budget)
+        budget = Budget(config.overhead, group=job.group, events=events, bubbles=bubbles, tell=link.note_cadence)
+
+    def writing() -> bool:
+        due = link.client.announced.newest_due if link.client is not None else None
+        return due is not None and due[0].incarnation == job.incarnation and due[1].is_written
+
+    return Schedule(
+        config, rank=job.group.rank, world_size=job.group.world_size, missed=missed, budget=budget, writing=writing
+    )

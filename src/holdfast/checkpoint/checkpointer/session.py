@@ -84,6 +84,7 @@ class Run:
     state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
     optimizer_steps: int = 0  # made until then
     last: SaveHandle | None = None
+    due: Version | None = None  # the newest that was ordered into storage, as far as was heard
     saved_steps: int = 0  # optimizer steps made until `last`
     observer: Observer | None = None
     fleeting: Fleeting | None = None  # what `restore` loaded, if memory alone holds it

@@ -23,6 +23,9 @@ from holdfast.checkpoint.save.overhead_budget import Budget
 from holdfast.core.scheduling.cadence import Cadence
 from holdfast.core.scheduling.step_agreement import Appointment, Proposal, Purpose, StepAgreement
 
+# A version is due for storage by the clock at the latest after so many times its cadence.
+PUT_OFF_TIMES = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Due:
@@ -62,6 +65,7 @@ class Schedule:
         missed: called with a step that the others save and this rank is past.
         clock: monotonic seconds.
         budget: finds the captured cadence, instead of the setting, once it has measured; None: the setting stands.
+        writing: whether the version that was due for storage last is still on its way there.
 
     Attributes:
         back: as in `MeetingSchedule`; here memory was never gone.
@@ -78,8 +82,10 @@ class Schedule:
         missed: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
         budget: Budget | None = None,
+        writing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._budget = budget
+        self._writing = writing
         self._capture = parse_cadence("every", config.every)
         self._durable = parse_cadence("durable_every", config.durable_every)
         self._clocked = _by_clock(self._capture, self._durable)
@@ -100,10 +106,12 @@ class Schedule:
         if found is not None:
             self._capture = Cadence(steps=found)
             self._clocked = _by_clock(self._capture, self._durable)
-        durable = self._is_due(self._durable, step, now, self._durable_s)
+        durable = self._is_due(self._durable, step, now, self._durable_s) and not self._is_put_off(now)
         by_steps = self._capture.steps is not None and self._is_due(self._capture, step, now, self._capture_s)
         save = by_steps or (durable and self._durable.steps is not None)
         by_clock = self._clocked is not None and self._is_due(self._clocked, step, now, self._capture_s)
+        if self._clocked is self._durable:
+            by_clock = by_clock and durable
         if self._alone:
             self._finished = step
             return Due(save or by_clock or stop_wanted, durable or stop_wanted, stop_wanted)
@@ -132,6 +140,18 @@ class Schedule:
             self._budget.saved()
         if durable:
             self._durable_s = now
+
+    def stored(self) -> None:
+        """A version was made due for storage by another rank, whose clock was first."""
+        self._durable_s = self._clock()
+
+    def _is_put_off(self, now: float) -> bool:
+        """Return whether storage by the clock waits: two versions that are written at once take two slots, and as long.
+
+        Not for ever, for a version that storage refuses may never get there.
+        """
+        seconds = self._durable.seconds if self._durable.needs_agreement else None
+        return seconds is not None and now - self._durable_s < PUT_OFF_TIMES * seconds and self._writing()
 
     def _is_due(self, cadence: Cadence, step: int, now: float, last_s: float) -> bool:
         return cadence.due(step=step, last_step=self._saved_step, now_s=now, last_s=last_s).value

@@ -307,6 +307,11 @@ class NodeLedger:
         local = self._versions.get(version)
         return (local.reached, local.reason, local.abandoned) if local else (frozenset(), "unknown here", False)
 
+    def is_due(self, version: Version) -> bool:
+        """Return whether the coordinator ordered the version into storage."""
+        local = self._versions.get(version)
+        return local is not None and local.persist_told
+
     def newest(self, level: Level) -> Version | None:
         """The newest version of this incarnation that is known to have reached `level`."""
         return max((version for version, local in self._versions.items() if level in local.reached), default=None)

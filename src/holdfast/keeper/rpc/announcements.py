@@ -33,6 +33,12 @@ class VersionLevel:
     reached: frozenset[Level]
     reason: str
     abandoned: bool = False
+    due: bool = False  # it was ordered into storage
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether it is on its way to storage."""
+        return self.due and Level.DURABLE not in self.reached and not self.abandoned
 
     @property
     def level(self) -> Level:
@@ -52,6 +58,7 @@ class Announced:
         self._rank = rank
         self._alive = alive
         self._changed = threading.Condition()
+        self._due: tuple[Version, VersionLevel] | None = None
         self._levels: OrderedDict[Version, VersionLevel] = OrderedDict()
         self._alarms: OrderedDict[str, str] = OrderedDict()
         self._working: dict[str, messages.Working] = {}
@@ -87,6 +94,12 @@ class Announced:
         """All that was announced for `version`; None if nothing was."""
         with self._changed:
             return self._levels.get(version)
+
+    @property
+    def newest_due(self) -> tuple[Version, VersionLevel] | None:
+        """The newest version that was ordered into storage, and what is known of it; None if none was."""
+        with self._changed:
+            return self._due
 
     @property
     def captured(self) -> Version | None:
@@ -136,7 +149,8 @@ class Announced:
         """Takes what the keeper pushed."""
         if isinstance(message, messages.Progress):
             self._progressed(
-                message.version, VersionLevel(frozenset(message.reached), message.reason, message.abandoned)
+                message.version,
+                VersionLevel(frozenset(message.reached), message.reason, message.abandoned, message.due),
             )
         elif isinstance(message, messages.Alarm):
             self._alarmed(message)
@@ -151,6 +165,8 @@ class Announced:
     def _progressed(self, version: Version, news: VersionLevel) -> None:
         with self._changed:
             self._levels[version] = news
+            if news.due and (self._due is None or version >= self._due[0]):
+                self._due = version, news
             self._levels.move_to_end(version)
             while len(self._levels) > MAX_LEVELS:
                 self._levels.popitem(last=False)

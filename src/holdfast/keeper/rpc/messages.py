@@ -374,12 +374,17 @@ class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
 
 
 class Progress(Message, tag="progress", frozen=True, kw_only=True):
-    """Push: what is known of a version now."""
+    """Push: what is known of a version now.
+
+    Attributes:
+        due: it was ordered into storage.
+    """
 
     version: Version
     reached: tuple[Level, ...]
     reason: str
     abandoned: bool
+    due: bool = False
 
 
 class Propose(Message, tag="propose", frozen=True, kw_only=True):

@@ -346,8 +346,15 @@ class NodeState:
             return list(self.past.levels.values())
 
     def _publish(self, version: Version) -> None:
-        reached, reason, abandoned = self.need_ledger().standing(version)
-        message = Progress(version=version, reached=tuple(sorted(reached)), reason=reason, abandoned=abandoned)
+        ledger = self.need_ledger()
+        reached, reason, abandoned = ledger.standing(version)
+        message = Progress(
+            version=version,
+            reached=tuple(sorted(reached)),
+            reason=reason,
+            abandoned=abandoned,
+            due=ledger.is_due(version),
+        )
         self.past.levels[version] = message
         self.past.levels.move_to_end(version)
         while len(self.past.levels) > MAX_LEVELS:
