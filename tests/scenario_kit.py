@@ -328,9 +328,9 @@ class Stage(Parts):
     def do_levels(self, args: Args) -> None:
         for version in versions_of(args["of"]):
             for node, ledger in self.ledgers.items():
-                reached, reason, abandoned = ledger.standing(version)
-                level = max(reached, default=Level.NONE)
-                what = reason if abandoned else f"{level.name.lower()}: {reason}"
+                standing = ledger.standing(version)
+                level = max(standing.reached, default=Level.NONE)
+                what = standing.reason if standing.abandoned else f"{level.name.lower()}: {standing.reason}"
                 self.said.append(f"{version} on node {self.topology.nodes[node]} is {what}")
 
     def do_examine(self, args: Args) -> None:

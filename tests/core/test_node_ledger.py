@@ -22,7 +22,7 @@ def test_the_newest_of_each_level_is_known_however_many_versions_came_since() ->
     assert ledger.newest(Level.CAPTURED) == Version(1, many - 1)
     assert ledger.newest(Level.REPLICATED) == safe
     assert ledger.newest(Level.DURABLE) == safe
-    known = [step for step in range(many) if ledger.standing(Version(1, step))[0]]
+    known = [step for step in range(many) if ledger.standing(Version(1, step)).reached]
     assert len(known) <= coordinator_board.MAX_VERSIONS + 1, "it is bounded all the same"
 
 
@@ -47,7 +47,7 @@ def test_what_is_written_is_known_however_many_versions_came_since() -> None:
     assert ordered == [slow]
     for step in range(1, many):
         save(step, durable=False)
-    assert Level.CAPTURED in ledger.standing(slow)[0]
+    assert Level.CAPTURED in ledger.standing(slow).reached
     assert board.being_written() == (slow,)
     part = PartReport(slow, 0, "manifest-0.json", 8, "0" * 16, ("own0",), 0)
     assert [action.version for action in board.written(part) if isinstance(action, CommitOrder)] == [slow]

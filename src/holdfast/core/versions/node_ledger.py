@@ -40,6 +40,21 @@ class Suspicion:
     bundle: str
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Holds what a node knows of a version.
+
+    Attributes:
+        reached: its levels; a durable version need not be replicated.
+        due: it was ordered into storage.
+    """
+
+    reached: frozenset[Level]
+    reason: str
+    abandoned: bool
+    due: bool
+
+
 @dataclass(slots=True)
 class _Local:
     """Holds what this node knows of one version."""
@@ -302,15 +317,12 @@ class NodeLedger:
         """Every bundle of the job at `version`; none if they are not known."""
         return self.tables.under(self._local(version).layout)
 
-    def standing(self, version: Version) -> tuple[frozenset[Level], str, bool]:
-        """(levels reached, reason, abandoned) as known here. A durable version need not be replicated."""
+    def standing(self, version: Version) -> Standing:
+        """Return what is known of the version here."""
         local = self._versions.get(version)
-        return (local.reached, local.reason, local.abandoned) if local else (frozenset(), "unknown here", False)
-
-    def is_due(self, version: Version) -> bool:
-        """Return whether the coordinator ordered the version into storage."""
-        local = self._versions.get(version)
-        return local is not None and local.persist_told
+        if local is None:
+            return Standing(frozenset(), "unknown here", abandoned=False, due=False)
+        return Standing(local.reached, local.reason, local.abandoned, local.persist_told)
 
     def newest(self, level: Level) -> Version | None:
         """The newest version of this incarnation that is known to have reached `level`."""

@@ -108,7 +108,7 @@ class ParityBuilder:
             ledger, failed, self._failed = self._state.ledger, self._failed, None
             if ledger is None or failed is None or self._stopping:
                 return
-            if Level.REPLICATED not in ledger.standing(failed.version)[0]:
+            if Level.REPLICATED not in ledger.standing(failed.version).reached:
                 self._worker.replace(failed)
 
     def leave(self) -> None:

@@ -131,7 +131,7 @@ class Replicator:
             if ledger is None or self._stopping:
                 return
             for home, pull in failed.items():
-                if Level.REPLICATED not in ledger.standing(pull.version)[0]:
+                if Level.REPLICATED not in ledger.standing(pull.version).reached:
                     self._queue(home, pull.version, pull.wanted)
                 else:
                     self._is_well(home)

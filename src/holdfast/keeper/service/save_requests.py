@@ -168,7 +168,7 @@ class SaveRequests:
     def _is_lost(self, version: Version) -> bool:
         """Return whether somebody gave it up, so that no slot will become free for it: there is nothing to wait for."""
         ledger = self._state.ledger
-        return ledger is not None and ledger.standing(version)[2] and version not in ledger.suspects()
+        return ledger is not None and ledger.standing(version).abandoned and version not in ledger.suspects()
 
     @staticmethod
     def _refuse(waiting: _Waiting, reason: str) -> None:

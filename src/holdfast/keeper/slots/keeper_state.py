@@ -346,14 +346,10 @@ class NodeState:
             return list(self.past.levels.values())
 
     def _publish(self, version: Version) -> None:
-        ledger = self.need_ledger()
-        reached, reason, abandoned = ledger.standing(version)
+        standing = self.need_ledger().standing(version)
+        reached = tuple(sorted(standing.reached))
         message = Progress(
-            version=version,
-            reached=tuple(sorted(reached)),
-            reason=reason,
-            abandoned=abandoned,
-            due=ledger.is_due(version),
+            version=version, reached=reached, reason=standing.reason, abandoned=standing.abandoned, due=standing.due
         )
         self.past.levels[version] = message
         self.past.levels.move_to_end(version)
@@ -370,7 +366,7 @@ class NodeState:
             due = {part.version for part in self.ledger.reports().parts}
             due |= {h.version for h in self.slot_pool if h.durable and not h.replica and h.version is not None}
             open_ = [v for v in due if v.incarnation == self.incarnation and (durable is None or v > durable)]
-            return any(not self.ledger.standing(version)[2] for version in open_)
+            return any(not self.ledger.standing(version).abandoned for version in open_)
 
 
 def _report_seals(held: HeldSlot) -> tuple[Seal, ...]:

@@ -189,7 +189,7 @@ class Persister:
         state, order = self._state, writing.order
         version = order.version
         with state.lock:
-            if Level.DURABLE in state.need_ledger().standing(version)[0]:
+            if Level.DURABLE in state.need_ledger().standing(version).reached:
                 return 0
             places = {ref.bundle_id: self._find(writing, ref) for part in order.parts for ref in part.refs}
             assembly = state.assembly

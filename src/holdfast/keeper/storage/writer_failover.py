@@ -96,7 +96,7 @@ class WriterFailover:
         ledger = self._state.ledger
         if ledger is None or order.version.incarnation != ledger.incarnation:
             return
-        if self._holds(order) and Level.DURABLE not in ledger.standing(order.version)[0]:
+        if self._holds(order) and Level.DURABLE not in ledger.standing(order.version).reached:
             self._submit(order)
 
     def _holds(self, order: Order) -> bool:
