@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from holdfast.base.events import Events
 from holdfast.checkpoint.save.slot_patience import FREE_S, MOST_TIMES, SHARE, SlotPatience, Waits
@@ -131,6 +132,34 @@ def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(m
         handle.wait("captured", 30)
     held.unlink()
     checkpointer.close()
+
+
+@pytest.mark.parametrize("width", [32, 600], ids=["in the call", "late"])
+def test_what_is_come_back_to_has_the_random_state_and_the_values_of_its_step(
+    make: Make, held: Path, width: int
+) -> None:
+    """Behind the last step a script draws numbers and takes batches, as an evaluation does."""
+    trainee = Trainee(width)
+    checkpointer = make(trainee, every="1", begin_timeout_s=0.05, memory_budget=TWO_SLOTS)
+    checkpointer.restore()
+    trainee.train()
+    held.touch()
+    checkpointer.save(0, "durable")
+    step = 0
+    while "saves_left_out" not in checkpointer.events.counters() or step < 10:
+        step += 1
+        assert step < 1000
+        trainee.train()
+        checkpointer.step(step)
+    position, drawn = trainee.loader.position, torch.randn(4)
+    trainee.loader.take()
+    held.unlink()
+    checkpointer.close()
+    again = Trainee(width)
+    assert make(again).restore() == step + 1
+    assert again.fingerprint() == trainee.fingerprint()
+    assert again.loader.position == position
+    assert torch.equal(torch.randn(4), drawn)
 
 
 def test_what_was_left_out_for_good_is_said_and_the_newest_whole_version_is_durable(

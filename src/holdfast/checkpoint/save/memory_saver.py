@@ -147,6 +147,7 @@ class Saver:
         self._patience = SlotPatience(config.begin_timeout_s, config.close_timeout_s)
         self._patience_s = config.begin_timeout_s  # of the save that runs
         self._num_left_out = 0  # saves that found no slot in time, since one did
+        self._left_out: _Taken | None = None  # the last of them, as it was at its call
         self._widened: Reservation | None = None
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
@@ -413,7 +414,7 @@ class Saver:
         within = self.fence.under_way()
         if self.fence.is_void(steps, others_within=bool(within - {threading.get_ident()})):
             raise LevelNotReached(STEPPED)
-        gathered = self._state.gather()
+        gathered = self._as_it_was(handle.version, self._state.gather())
         if not self._pinned_writes.end(gathered, self._config.close_timeout_s):
             raise LevelNotReached(BEHIND)
         self.fence.begin()
@@ -433,6 +434,13 @@ class Saver:
             self._copy(taken, self._open_now(taken))
         else:
             self._copy_late(replace(taken, gathered=aside))
+
+    def _as_it_was(self, version: Version, now: Gathered) -> Gathered:
+        """The state `now`; of a version that is come back to, random states and values as they were when it was left out."""
+        left = self._left_out
+        if left is None or left.handle.version != version or left.gathered.storages != now.storages:
+            return now
+        return left.gathered
 
     def _look_for_graphs(self) -> None:
         """Nothing may be copied late if steps are made that pass no fence: those that a graph of a device replays.
@@ -489,12 +497,15 @@ class Saver:
                 version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s, ask_again=self._behind(),
                 told=told.append, comes_back=taken.why is Waits.DUE,
             )  # fmt: skip
+        except NoSlotYet:
+            self._left_out = taken
+            raise
         except KeeperLost:
             self._link.heard_nothing(client)
             raise
         if self._num_left_out > 1:
             logger.info("saves find a slot again; %d were left out", self._num_left_out)
-        self._num_left_out = 0
+        self._num_left_out, self._left_out = 0, None
         view = self._view(slot, plan)
         known = stands(view, client, told[-1])
         view.known = {} if anew else known
