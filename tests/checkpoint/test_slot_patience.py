@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.save.slot_patience import FREE_S, MOST_TIMES, SHARE, SlotPatience, Waits
 from holdfast.tiers.storage.version_store import open_storage
@@ -107,6 +109,28 @@ def test_a_storage_that_takes_long_does_not_hold_training_up(
     again = Trainee(width)
     assert make(again).restore() == 110
     assert again.fingerprint() == trainee.fingerprint()
+
+
+def test_a_storage_that_is_always_a_little_slow_does_not_fill_the_log(
+    make: Make, held: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slots become free and are taken again, all day; each version that is left out was due for storage as well."""
+    trainee = Trainee()
+    checkpointer = make(trainee, every="1", durable_every="1", begin_timeout_s=0.01, memory_budget=TWO_SLOTS)
+    checkpointer.restore()
+    for step in range(60):
+        held.touch() if step % 20 == 0 else None
+        trainee.train()
+        checkpointer.step(step)
+        if step % 20 == 19:
+            held.unlink()
+            with suppress(LevelNotReached):
+                checkpointer.flush(30.0)
+    assert checkpointer.events.counters()["saves_left_out"] > 30
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("is left out" in line for line in told) == 1
+    assert sum("is not durable" in line for line in told) < 5
+    checkpointer.close()
 
 
 def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(make: Make, held: Path) -> None:
