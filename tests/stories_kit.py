@@ -200,9 +200,10 @@ def stories(script: Path, place: Path) -> Iterator[Stories]:
     """Stories of a script. Behind the last one every keeper has to end by itself.
 
     One thread each: with more, which Accelerate sets where OMP_NUM_THREADS is not, the first step of a process may differ at
-    rounding size, of a cause that is not known.
+    rounding size, of a cause that is not known. torchrun shares the store of its rendezvous with the workers, where a group that
+    is made again finds the addresses of the one before; it has a store for each group where that is switched off.
     """
-    single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"), "1")
     environment = {**os.environ, **SOURCE, **single, "HOLDFAST_RUNTIME_DIR": str(place / "runtime")}
     command = [sys.executable, "-W", "ignore", str(script), "--serve"]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:

@@ -34,6 +34,7 @@ from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
+from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of
 from holdfast.checkpoint.checkpointer.session import Fleeting, Run
 from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
@@ -288,6 +289,7 @@ class Checkpointer:
         if reason is not None:
             raise UsageError(reason.what, remedy=reason.remedy)
         run.state.carried.give(step, carry)
+        run.accumulation.look(step, run.state.optimizers, run.saver.fence.num_steps, sys._getframe(1))
         if self._proof is not None:
             self._proof.made(step, sys._getframe(1))
         with torch.inference_mode(False):  # an evaluation may be around it
@@ -612,6 +614,7 @@ class Checkpointer:
             state, link, saver, job, schedule, recorder, durables, survivor, lower, start=start, optimizer_steps=steps
         )
         run.observer = self._observer(run, says=group.rank == 0)
+        run.accumulation = AccumulationNotice(steps)
         return run
 
     def _load(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job.bootstrap import Job
@@ -87,6 +88,7 @@ class Run:
     due: Version | None = None  # the newest that was ordered into storage, as far as was heard
     saved_steps: int = 0  # optimizer steps made until `last`
     observer: Observer | None = None
+    accumulation: AccumulationNotice = field(default_factory=lambda: AccumulationNotice(0))
     fleeting: Fleeting | None = None  # what `restore` loaded, if memory alone holds it
     recent: deque[SaveHandle] = field(default_factory=lambda: deque(maxlen=4))  # saves; those given up go with the next
 
