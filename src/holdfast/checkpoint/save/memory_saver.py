@@ -734,7 +734,12 @@ class Saver:
         self._num_left_out += 1
         told = self._num_left_out > 1 or time.monotonic() - self._warned_s < TELL_EVERY_S
         self._warned_s = self._warned_s if told else time.monotonic()
-        logger.log(logging.DEBUG if told else logging.WARNING, "%s is left out, and so are later ones until a slot is free: %s", handle.version, reason)
+        logger.log(
+            logging.DEBUG if told else logging.WARNING,
+            "%s is left out, and so are later ones until a slot is free: %s",
+            handle.version,
+            reason,
+        )
         self._events.count("saves_left_out")
         handle.give_up(reason)
         self._link.unannounced.add(handle.version, reason)
