@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
+from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.slot_patience import FREE_S, MOST_TIMES, SHARE, SlotPatience, Waits
+from holdfast.keeper.rpc.client import NoSlotYet
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
@@ -130,6 +133,32 @@ def test_a_storage_that_is_always_a_little_slow_does_not_fill_the_log(
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sum("is left out" in line for line in told) == 1
     assert sum("is not durable" in line for line in told) < 5
+    checkpointer.close()
+
+
+def test_storage_gets_another_version_if_the_one_that_was_due_found_no_slot(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow line to another node takes the slots again and again, and storage is quick."""
+    trainee, told = Trainee(), list[tuple[int, object]]()
+    open_now = Saver._open_now
+
+    def opened(saver: Saver, taken: Any) -> Any:
+        if taken.durable:
+            raise NoSlotYet("all slots are sent")
+        return open_now(saver, taken)
+
+    monkeypatch.setattr(Saver, "_open_now", opened)
+    checkpointer = make(
+        trainee, every="1", durable_every="5", overlap=False, on_durable=lambda v, error: told.append((v.step, error))
+    )
+    checkpointer.restore()
+    for step in range(8):
+        trainee.train()
+        if (handle := checkpointer.step(step)) is not None and not handle.given_up:
+            handle.wait("captured", 30.0)
+    eventually(lambda: any(error is None for _, error in told))
+    monkeypatch.undo()
     checkpointer.close()
 
 
