@@ -376,7 +376,7 @@ class Checkpointer:
 
     @staticmethod
     def _make_up(run: Run) -> None:
-        """What was due for storage by the cadence found no slot: the newest version that memory has is written instead.
+        """The newest version that memory has is written instead of one that was due by the cadence and found no slot.
 
         One rank says so. What is being written comes first, for another one would take one more slot.
         """
