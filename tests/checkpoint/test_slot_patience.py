@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
+from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.slot_patience import FREE_S, MOST_TIMES, SHARE, SlotPatience, Waits
+from holdfast.keeper.rpc.client import NoSlotYet
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
@@ -108,6 +113,54 @@ def test_a_storage_that_takes_long_does_not_hold_training_up(
     again = Trainee(width)
     assert make(again).restore() == 110
     assert again.fingerprint() == trainee.fingerprint()
+
+
+def test_a_storage_that_is_always_a_little_slow_does_not_fill_the_log(
+    make: Make, held: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slots become free and are taken again, all day; each version that is left out was due for storage as well."""
+    trainee = Trainee()
+    checkpointer = make(trainee, every="1", durable_every="1", begin_timeout_s=0.01, memory_budget=TWO_SLOTS)
+    checkpointer.restore()
+    for step in range(60):
+        held.touch() if step % 20 == 0 else None
+        trainee.train()
+        checkpointer.step(step)
+        if step % 20 == 19:
+            held.unlink()
+            with suppress(LevelNotReached):
+                checkpointer.flush(30.0)
+    assert checkpointer.events.counters()["saves_left_out"] > 30
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("is left out" in line for line in told) == 1
+    assert sum("is not durable" in line for line in told) < 5
+    checkpointer.close()
+
+
+def test_storage_gets_another_version_if_the_one_that_was_due_found_no_slot(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow line to another node takes the slots again and again, and storage is quick."""
+    trainee, told = Trainee(), list[tuple[int, object]]()
+    open_now = Saver._open_now
+
+    def opened(saver: Saver, taken: Any) -> Any:
+        if taken.durable:
+            raise NoSlotYet("all slots are sent")
+        return open_now(saver, taken)
+
+    monkeypatch.setattr(Saver, "_open_now", opened)
+    checkpointer = make(
+        trainee, every="1", durable_every="5", overlap=False, on_durable=lambda v, error: told.append((v.step, error))
+    )
+    checkpointer.restore()
+    for step in range(8):
+        trainee.train()
+        if (handle := checkpointer.step(step)) is not None and not handle.given_up:
+            handle.wait("captured", 30.0)
+    eventually(lambda: any(error is None for _, error in told))
+    monkeypatch.undo()
+    checkpointer.close()
 
 
 def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(make: Make, held: Path) -> None:

@@ -302,6 +302,7 @@ class Checkpointer:
         run.at(step)
         heartbeat.at_step(step)
         self._hear_due(run)
+        self._make_up(run)
         due = run.schedule.after(step, stop_wanted=self._signal.wanted)
         self._propose(run, due.propose)
         for missed in due.missed:
@@ -311,6 +312,7 @@ class Checkpointer:
             why = Waits.LAST if due.stop else Waits.DUE
             with self._saves:
                 handle = self._save(run, step, Level.DURABLE if due.durable else Level.CAPTURED, why=why)
+            run.owed = handle if due.durable else run.owed
         if due.stop and handle is not None:
             self._stop(handle)
         return handle
@@ -371,6 +373,31 @@ class Checkpointer:
             if handle.version == run.due and handle.level is not Level.DURABLE and not handle.given_up:
                 handle.level = Level.DURABLE
                 run.durables.add(handle)
+
+    @staticmethod
+    def _make_up(run: Run) -> None:
+        """The newest version that memory has is written instead of one that was due by the cadence and found no slot.
+
+        One rank says so. What is being written comes first, for another one would take one more slot.
+        """
+        client = run.link.client
+        if run.owed is None or client is None or run.saver.memory is None or run.job.group.rank != 0:
+            return
+        decided, why = run.owed.durable
+        newest, due = client.announced.captured, client.announced.newest_due
+        if not decided or (due is not None and due[1].is_written):
+            return
+        run.owed = None
+        if (
+            why
+            and newest is not None
+            and (due is None or newest > due[0])
+            and newest.incarnation == run.job.incarnation
+        ):
+            try:
+                client.persist(newest)
+            except KeeperLost as error:
+                logger.info("%s is not written instead of what was due: %s", newest, error)
 
     def _save_now(
         self,

@@ -86,6 +86,7 @@ class Run:
     optimizer_steps: int = 0  # made until then
     last: SaveHandle | None = None
     due: Version | None = None  # the newest that was ordered into storage, as far as was heard
+    owed: SaveHandle | None = None  # was due for storage by the cadence, and is not known to be there
     saved_steps: int = 0  # optimizer steps made until `last`
     observer: Observer | None = None
     accumulation: AccumulationNotice = field(default_factory=lambda: AccumulationNotice(0))

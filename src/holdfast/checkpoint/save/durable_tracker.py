@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # How often a save whose end is awaited is looked at; a push of the keeper would have to cross a thread as well.
 LOOK_EVERY_S = 0.05
+# Of saves that do not become durable one is told of at level WARNING within this time, for the next has the same reason.
+TELL_EVERY_S = 10.0
 # Saves that did not become durable, as `flush` names them; none once a later one is.
 MAX_FAILED = 16
 JOIN_TIMEOUT_S = 10.0
@@ -98,6 +100,7 @@ class DurableTracker:
         self._marking = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._warned_s = -TELL_EVERY_S
 
     def add(self, handle: SaveHandle, also_to: Sequence[str] = ()) -> None:
         """A save was asked for at the durable level. Asked again it only may be wanted at more places."""
@@ -251,7 +254,7 @@ class DurableTracker:
                 self._failed[version] = why
                 while len(self._failed) > MAX_FAILED:
                     self._failed.popitem(last=False)
-        self._tell(version, why)
+        self._tell(item, why)
         self._drop(item)
 
     def _drop(self, item: _Awaited) -> None:
@@ -267,9 +270,12 @@ class DurableTracker:
             if self._further is not None and item.stamp:
                 self._further.release(item.handle.version, item.stamp)
 
-    def _tell(self, version: Version, why: str) -> None:
+    def _tell(self, item: _Awaited, why: str) -> None:
+        version = item.handle.version
         if why:
-            logger.warning("%s", why)
+            again = not item.is_durable and time.monotonic() - self._warned_s < TELL_EVERY_S
+            logger.log(logging.DEBUG if again else logging.WARNING, "%s", why)
+            self._warned_s = self._warned_s if again else time.monotonic()
         if self._on_durable is None:
             return
         try:

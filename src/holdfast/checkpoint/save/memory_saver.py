@@ -62,6 +62,8 @@ MAKE_SLOTS = "huge pages make that quicker, and `holdfast doctor` says whether t
 BEHIND = "its device does not come to the end of what is queued"
 # Of a late copy so many tensors are looked at if no step was seen behind it.
 NUM_SMALLEST = 8
+# Saves that are left out now and then say so at level WARNING once within this time.
+TELL_EVERY_S = 60.0
 # The copying thread is at its end when it has told so; what is left of its last turn takes less.
 IDLE_S = 0.05
 
@@ -148,6 +150,7 @@ class Saver:
         self._patience_s = config.begin_timeout_s  # of the save that runs
         self._num_left_out = 0  # saves that found no slot in time, since one did
         self._left_out: _Taken | None = None  # the last of them, as it was at its call
+        self._warned_s = -TELL_EVERY_S  # that one was left out
         self._widened: Reservation | None = None
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
@@ -740,8 +743,14 @@ class Saver:
     def _leave_out(self, handle: SaveHandle, reason: str) -> None:
         """No slot became free in time for what was due. Nobody is told yet: at the end the step may be saved after all."""
         self._num_left_out += 1
-        level = logging.WARNING if self._num_left_out == 1 else logging.DEBUG
-        logger.log(level, "%s is left out, and so are later ones until a slot is free: %s", handle.version, reason)
+        told = self._num_left_out > 1 or time.monotonic() - self._warned_s < TELL_EVERY_S
+        self._warned_s = self._warned_s if told else time.monotonic()
+        logger.log(
+            logging.DEBUG if told else logging.WARNING,
+            "%s is left out, and so are later ones until a slot is free: %s",
+            handle.version,
+            reason,
+        )
         self._events.count("saves_left_out")
         handle.give_up(reason)
         self._link.unannounced.add(handle.version, reason)

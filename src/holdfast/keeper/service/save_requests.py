@@ -26,6 +26,8 @@ from holdfast.keeper.storage.writer_failover import WriterFailover
 logger = logging.getLogger(__name__)
 
 MAX_BEGIN_WAIT_S = 600.0
+# A save that waits for less, and may be left out, cuts nobody off: whatever is sent would begin anew with every save.
+STARVED_S = 1.0
 # A version that its rank may come back to is abandoned so many seconds after its time was over.
 COME_BACK_S = 5.0
 
@@ -158,7 +160,8 @@ class SaveRequests:
         """Ranks whose save has waited for half of its time; whoever is only sent bytes from their slots must yield."""
         now = time.monotonic()
         with self._state.lock:
-            return [w.trainer.rank for w in self._waiting if now - w.since_s >= w.request.timeout_s / 2]
+            patient = [w for w in self._waiting if w.request.timeout_s >= STARVED_S or not w.request.comes_back]
+            return [w.trainer.rank for w in patient if now - w.since_s >= w.request.timeout_s / 2]
 
     def waits(self, rank: int) -> bool:
         """Return whether a save of this rank waits for a slot."""

@@ -61,7 +61,7 @@ class OverwriteGuard:
             return True
         self._alarms.warn(
             "replication",
-            f"{ledger.knowledge.captured} has no second copy after {self.lag.limit_s:.0f} s; until replication "
+            f"the newest version has no second copy after {self.lag.limit_s:.0f} s; until replication "
             "catches up the loss of a node may cost everything since the last durable version",
         )
         return not self.may_drop(ledger, version)
