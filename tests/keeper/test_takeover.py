@@ -14,7 +14,7 @@ from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.versions import writer_failover
 from holdfast.core.versions.coordinator_board import Announcement, Kind, WriteFailure
-from holdfast.core.versions.node_ledger import Reports
+from holdfast.core.versions.node_ledger import Reports, Standing
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.observe.metrics import render
 from holdfast.keeper.slots.slot_pool import HeldSlot
@@ -244,7 +244,7 @@ def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() ->
         held.state, held.version, held.images = SlotState.SEALED, version, {name: None}
     state = SimpleNamespace(
         slot_pool=_Found([own, replica, other]),
-        ledger=SimpleNamespace(incarnation=1, standing=lambda _: (frozenset(), "", False)),
+        ledger=SimpleNamespace(incarnation=1, standing=lambda _: Standing(frozenset(), "", abandoned=False, due=True)),
         unpin=lambda held, why: held.unpin(why),
     )
     failover = WriterFailover(state, Events(), queued.append)
