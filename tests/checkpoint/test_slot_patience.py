@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,19 @@ def test_who_asks_for_a_save_may_always_wait(why: Waits, seconds: float) -> None
     patience.spend(1000.0)
     assert patience.seconds(Waits.DUE) == 0.0
     assert patience.seconds(why) == seconds
+
+
+def test_a_step_that_was_held_up_for_longer_is_made_up_for() -> None:
+    clock = Clock()
+    patience = SlotPatience(1.0, 600.0, clock)
+    patience.spend(MOST_TIMES + 10.0)
+    assert patience.in_debt
+    clock.now_s += 9.0 / SHARE
+    assert patience.seconds(Waits.DUE) == 0.0
+    assert patience.in_debt
+    clock.now_s += 2.0 / SHARE
+    assert 0.0 < patience.seconds(Waits.DUE) <= 1.0
+    assert not patience.in_debt
 
 
 def test_a_round_trip_costs_no_credit() -> None:
@@ -213,6 +227,31 @@ def test_what_is_come_back_to_has_the_random_state_and_the_values_of_its_step(
     assert again.fingerprint() == trainee.fingerprint()
     assert again.loader.position == position
     assert torch.equal(torch.randn(4), drawn)
+
+
+def test_the_last_save_comes_back_to_a_step_that_was_left_out_when_it_was_reported(
+    make: Make, tmp_path: Path, held: Path
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, every="1", begin_timeout_s=0.05, memory_budget=TWO_SLOTS)
+    checkpointer.restore()
+    trainee.train()
+    held.touch()
+    checkpointer.save(0, "durable")
+    step = 0
+    while step < 3 or not checkpointer._run.last.given_up:
+        step += 1
+        trainee.train()
+        checkpointer.step(step)
+        checkpointer.settle()
+    threading.Timer(0.5, held.unlink).start()
+    assert not checkpointer.save_last(step).given_up
+    kept = trainee.fingerprint()
+    trainee.model.load_state_dict({name: tensor * 0 for name, tensor in trainee.model.state_dict().items()})
+    checkpointer.close()
+    again = Trainee()
+    assert make(again).restore() == step + 1
+    assert again.fingerprint() == kept
 
 
 def test_what_was_left_out_for_good_is_said_and_the_newest_whole_version_is_durable(

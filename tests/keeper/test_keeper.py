@@ -149,6 +149,18 @@ def test_a_rank_may_come_back_to_what_it_found_no_slot_for(
         first.client.begin(Version(1, 5), first.num_bytes, durable=False, timeout_s=0.1)
 
 
+def test_what_a_rank_left_out_is_abandoned_when_it_goes(make_rig: MakeRig) -> None:
+    rig = make_rig(per_node=2)
+    first, second = rig.start()
+    reached([first, second], save_all([first, second], 0), Level.CAPTURED)
+    first.save(1)
+    with pytest.raises(NoSlotYet):
+        first.client.begin(Version(1, 2), first.num_bytes, durable=False, timeout_s=0.1, comes_back=True)
+    first.client.close()
+    with pytest.raises(LevelNotReached, match="no slot became free"):
+        second.client.announced.wait(Version(1, 2), Level.CAPTURED, 3)
+
+
 def test_a_save_that_waits_for_a_slot_says_so_once(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -349,7 +349,7 @@ class Checkpointer:
         """Saves the state behind the last step of a training as durable; when it returns, other weights may be loaded.
 
         It waits for a free slot as long as `close` would, for it holds no step up, and its state is about to go. Where the step
-        is reported too, this comes before `step`, whose save waits `begin_timeout_s` and is then given up for good.
+        is reported too, this comes before `step`, or soon behind it: what `step` finds no slot for is abandoned seconds later.
 
         Raises:
             UsageError: as `save` does.
@@ -784,8 +784,11 @@ class Checkpointer:
     ) -> SaveHandle:
         durable = level is Level.DURABLE
         nested = self._saving == threading.get_ident()
-        if not nested and run.last is not None and run.last.version.step == step:
-            return self._raise_level(run, run.last, level, also_to)
+        last = run.last if not nested and run.last is not None and run.last.version.step == step else None
+        if last is not None and last.given_up and not run.changed and run.link.unannounced.take_back(last.version):
+            run.last = last = None  # it found no slot, and nobody was told
+        if last is not None:
+            return self._raise_level(run, last, level, also_to)
         handle = SaveHandle(
             run.job.version(step),
             level,

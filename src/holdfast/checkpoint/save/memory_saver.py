@@ -553,7 +553,7 @@ class Saver:
     def _copy_late(self, taken: _Taken) -> None:
         """Everything but the state itself is left to the copying thread. There a wait for a slot holds up nothing at first."""
         handle, timeout_s = taken.handle, self._slot_patience_s
-        if taken.why is Waits.DUE:
+        if taken.why is Waits.DUE and not self._patience.in_debt:
             timeout_s = max(timeout_s, min(self._config.begin_timeout_s, timeout_s + self.fence.free_s))
 
         def opened() -> Opened:

@@ -54,6 +54,11 @@ class SlotPatience:
         self._since_s = now
         return min(self._begin_s, max(0.0, self._credit_s))
 
+    @property
+    def in_debt(self) -> bool:
+        """Return whether steps were held up for longer than they may be."""
+        return self._credit_s < 0.0
+
     def spend(self, waited_s: float) -> None:
         """A step was held up for so long by a save that was due."""
-        self._credit_s = max(0.0, self._credit_s - max(0.0, waited_s - FREE_S))
+        self._credit_s -= max(0.0, waited_s - FREE_S)

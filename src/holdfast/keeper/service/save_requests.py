@@ -222,4 +222,5 @@ class SaveRequests:
     def forget(self, trainer: Trainer) -> None:
         """A trainer goes. Under the state's lock."""
         self._waiting = [waiting for waiting in self._waiting if waiting.trainer is not trainer]
-        self._left_out.pop(trainer.rank, None)
+        if (left := self._left_out.pop(trainer.rank, None)) is not None and self._state.ledger is not None:
+            self._state.abandon(trainer.rank, left.version, left.reason)
