@@ -24,7 +24,8 @@ def main() -> None:
     torch.manual_seed(7)
     model = torch.nn.Linear(64, 64)
     config = holdfast.Config(every="0", durable_every="0", begin_timeout_s=0.2, linger_s=1.0)
-    checkpointer = holdfast.Checkpointer(root, model=model, config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
     checkpointer.restore()
     checkpointer.save(0).wait("captured", 60)
     dist.barrier()
@@ -38,6 +39,12 @@ def main() -> None:
         checkpointer.save_last(2)
         with torch.no_grad():
             model.weight.zero_()
+    elif how == "abandoned" and rank == 0:
+        checkpointer.save(2)
+    elif how == "abandoned":  # as where it found no slot, and its state is gone when it closes
+        checkpointer._run.link.require().abandon(checkpointer._run.job.version(2), "it found no slot")
+        model(torch.ones(64)).sum().backward()
+        optimizer.step()
     elif how == "told":
         os.kill(os.getpid(), signal.SIGTERM)
         for step in range(2, 1000):

@@ -321,5 +321,22 @@ def test_the_last_save_waits_for_its_slot_longer_than_others(make: Make, tmp_pat
     newest = stored(tmp_path)[-1]
     assert newest.step >= 2 if how == "told" else newest.step == 2
     model = torch.nn.Linear(64, 64)
-    assert make(model=model).restore() == newest.step + 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert make(model=model, optimizer=optimizer).restore() == newest.step + 1
     assert bool(model.weight.any()), "not what was written behind the last step"
+
+
+def test_where_another_rank_abandoned_the_last_step_the_one_before_is_durable(make: Make, tmp_path: Path) -> None:
+    """It is no error of who has the step: the log says what is missing, and the job has ended well."""
+    worker = str(Path(__file__).with_name("last_save_worker.py"))
+    ranks = [
+        forked.Popen(
+            [sys.executable, worker, str(rank), str(tmp_path / "store"), str(tmp_path / "job"), "abandoned"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=90) for rank in ranks]
+    assert [out.strip() for out, _ in said] == ['{"said": ""}'] * 2, said
+    assert stored(tmp_path)[-1].step == 1
+    assert "what is durable is step 1; step 2 is not saved" in said[0][1]

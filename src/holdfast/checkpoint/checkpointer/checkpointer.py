@@ -876,7 +876,7 @@ class Checkpointer:
         if not changed and run.lower.closing(run):
             last = self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
         if last is not None:
-            last.wait(Level.DURABLE)
+            last, given_up = self._wait_for(run, last), given_up or last.durable[1]
         elif run.state_step >= 0:
             raise LevelNotReached(
                 f"nothing of this run is durable: step {run.state_step} was not due, and {changed} after it was reported",
@@ -887,6 +887,22 @@ class Checkpointer:
             why = f"{changed} after it was reported; {remedy}" if changed else given_up
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
         return True
+
+    def _wait_for(self, run: Run, last: SaveHandle) -> SaveHandle:
+        """Wait until a version is durable: the last one, or the next older one that is whole where another rank abandoned it."""
+        while True:
+            try:
+                last.wait(Level.DURABLE)
+            except LevelNotReached as error:
+                known = run.link.client.announced.known(last.version) if run.link.client is not None else None
+                if last.given_up or known is None or not known.abandoned:
+                    raise
+                last.give_up(error.what)
+                if (whole := run.whole) is None:
+                    raise
+                last = self._raise_level(run, whole, Level.DURABLE)
+            else:
+                return last
 
     def _keep_restored(self, run: Run, restored: Fleeting) -> SaveHandle:
         """No step was made since a restore from memory, which ends with the job: what was restored becomes durable."""
