@@ -41,7 +41,9 @@ def main() -> None:
             model.weight.zero_()
     elif how == "abandoned" and rank == 0:
         checkpointer.save(2)
+        dist.barrier()
     elif how == "abandoned":  # as where it found no slot, and its state is gone when it closes
+        dist.barrier()
         checkpointer._run.link.require().abandon(checkpointer._run.job.version(2), "it found no slot")
         model(torch.ones(64)).sum().backward()
         optimizer.step()
