@@ -304,9 +304,8 @@ def test_what_a_signals_handler_raises_at_the_fence_reaches_the_script() -> None
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("how", ["close", "last", "told"])
-def test_the_last_save_waits_for_its_slot_longer_than_others(make: Make, tmp_path: Path, how: str) -> None:
-    """Nothing is held up by it, and its state is gone afterwards: another rank may be seconds behind."""
+def ended(tmp_path: Path, how: str) -> tuple[list[forked.Popen], list[tuple[str, str]]]:
+    """Two ranks of `last_save_worker.py`, and what each of them said on its standard output and in its log."""
     worker = str(Path(__file__).with_name("last_save_worker.py"))
     ranks = [
         forked.Popen(
@@ -316,6 +315,13 @@ def test_the_last_save_waits_for_its_slot_longer_than_others(make: Make, tmp_pat
         for rank in range(2)
     ]  # fmt: skip
     said = [rank.communicate(timeout=90) for rank in ranks]
+    return ranks, said
+
+
+@pytest.mark.parametrize("how", ["close", "last", "told"])
+def test_the_last_save_waits_for_its_slot_longer_than_others(make: Make, tmp_path: Path, how: str) -> None:
+    """Nothing is held up by it, and its state is gone afterwards: another rank may be seconds behind."""
+    ranks, said = ended(tmp_path, how)
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert "is given up" not in "".join(err for _, err in said)
     newest = stored(tmp_path)[-1]
@@ -328,15 +334,7 @@ def test_the_last_save_waits_for_its_slot_longer_than_others(make: Make, tmp_pat
 
 def test_where_another_rank_abandoned_the_last_step_the_one_before_is_durable(make: Make, tmp_path: Path) -> None:
     """It is no error of who has the step: the log says what is missing, and the job has ended well."""
-    worker = str(Path(__file__).with_name("last_save_worker.py"))
-    ranks = [
-        forked.Popen(
-            [sys.executable, worker, str(rank), str(tmp_path / "store"), str(tmp_path / "job"), "abandoned"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=90) for rank in ranks]
+    _, said = ended(tmp_path, "abandoned")
     assert [out.strip() for out, _ in said] == ['{"said": ""}'] * 2, said
     assert stored(tmp_path)[-1].step == 1
     assert "what is durable is step 1; step 2 is not saved" in said[0][1]

@@ -79,8 +79,7 @@ class SaveRequests:
                 raise Fenced(f"{request.version} is not of incarnation {ledger.incarnation}")
             if trainer.rank not in self._state.layouts:
                 raise UsageError(f"rank {trainer.rank} has not registered its layout")
-            if (left := self._left_out.pop(trainer.rank, None)) is not None and left.version != request.version:
-                self._state.abandon(trainer.rank, left.version, left.reason)
+            self._go_on(trainer.rank, request.version)
             self._skip(trainer.rank, request.version)
             waiting = _Waiting(trainer, request, time.monotonic())
             if not self._try(waiting):
@@ -138,20 +137,20 @@ class SaveRequests:
                     continue
                 request = waiting.request
                 lost, over = self._is_lost(request.version), now >= waiting.deadline_s
+                why = waiting.reason if lost else waiting.in_vain
                 if not lost and not over:
                     self._waiting.append(waiting)
                 elif request.final and request.comes_back:
                     if not lost:
-                        left = _LeftOut(request.version, now + COME_BACK_S, waiting.in_vain)
-                        self._left_out[waiting.trainer.rank] = left
-                    self._refuse(waiting, waiting.reason if lost else waiting.in_vain)
+                        self._left_out[waiting.trainer.rank] = _LeftOut(request.version, now + COME_BACK_S, why)
+                    self._refuse(waiting, why)
                 elif lost or request.final:
-                    self._give_up(waiting, waiting.reason if lost else waiting.in_vain)
+                    self._give_up(waiting, why)
                 else:
                     self._refuse(waiting, waiting.reason)
             for rank, left in tuple(self._left_out.items()):
-                if left.until_s <= now and self._left_out.pop(rank, None) is not None:
-                    self._state.abandon(rank, left.version, left.reason)
+                if left.until_s <= now:
+                    self._go_on(rank)
             deadlines = [waiting.deadline_s for waiting in self._waiting]
             deadlines += [left.until_s for left in self._left_out.values()]
             return min(deadlines, default=float("inf")) - now
@@ -172,6 +171,12 @@ class SaveRequests:
         """Return whether somebody gave it up, so that no slot will become free for it: there is nothing to wait for."""
         ledger = self._state.ledger
         return ledger is not None and ledger.standing(version).abandoned and version not in ledger.suspects()
+
+    def _go_on(self, rank: int, version: Version | None = None) -> None:
+        """A rank comes back to what it left out only if that is `version`; else all hear that it is abandoned."""
+        left = self._left_out.pop(rank, None)
+        if left is not None and left.version != version:
+            self._state.abandon(rank, left.version, left.reason)
 
     @staticmethod
     def _refuse(waiting: _Waiting, reason: str) -> None:
@@ -222,5 +227,4 @@ class SaveRequests:
     def forget(self, trainer: Trainer) -> None:
         """A trainer goes. Under the state's lock."""
         self._waiting = [waiting for waiting in self._waiting if waiting.trainer is not trainer]
-        if (left := self._left_out.pop(trainer.rank, None)) is not None and self._state.ledger is not None:
-            self._state.abandon(trainer.rank, left.version, left.reason)
+        self._go_on(trainer.rank)
