@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import holdfast
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
+from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.slot_patience import FREE_S, MOST_TIMES, SHARE, SlotPatience, Waits
 from holdfast.keeper.rpc.client import NoSlotYet
@@ -201,49 +203,79 @@ def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(m
     checkpointer.close()
 
 
-@pytest.mark.parametrize("width", [32, 600], ids=["in the call", "late"])
-def test_what_is_come_back_to_has_the_random_state_and_the_values_of_its_step(
-    make: Make, held: Path, width: int
-) -> None:
-    """Behind the last step a script draws numbers and takes batches, as an evaluation does."""
-    trainee = Trainee(width)
-    checkpointer = make(trainee, every="1", begin_timeout_s=0.05, memory_budget=TWO_SLOTS)
+def left_out(
+    make: Make, held: Path, trainee: Trainee, memory_budget: str = TWO_SLOTS, **objects: Any
+) -> tuple[holdfast.Checkpointer, int]:
+    """A run whose storage is at its first version for as long as `held` is there, and whose last step found no slot."""
+    checkpointer = make(trainee, every="1", begin_timeout_s=0.05, memory_budget=memory_budget, **objects)
     checkpointer.restore()
     trainee.train()
     held.touch()
     checkpointer.save(0, "durable")
     step = 0
-    while "saves_left_out" not in checkpointer.events.counters() or step < 10:
+    while step < 10 or not checkpointer._run.last.given_up:
         step += 1
         assert step < 1000
         trainee.train()
         checkpointer.step(step)
-    position, drawn = trainee.loader.position, torch.randn(4)
-    trainee.loader.take()
+        checkpointer._run.saver.settle()
+    return checkpointer, step
+
+
+class Average:
+    """Hands out its own tensor, as it is."""
+
+    def __init__(self, num_elements: int) -> None:
+        self.mean = torch.zeros(num_elements)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.mean = state["mean"]
+
+
+@pytest.mark.parametrize("width", [32, 600], ids=["narrow", "wide"])
+def test_what_is_come_back_to_is_as_it_was_at_its_step(make: Make, held: Path, width: int) -> None:
+    """Behind the last step a script draws numbers, takes batches, and estimates the statistics of its layers once more."""
+    trainee, average = Trainee(width), Average(8)
+    checkpointer, step = left_out(make, held, trainee, average=average)
+    expected, position, drawn = trainee.fingerprint(), trainee.loader.position, torch.randn(4)
+    trainee.model(torch.randn(8, 16) + trainee.loader.take())
+    average.mean += 1
+    assert trainee.fingerprint() != expected
     held.unlink()
     checkpointer.close()
-    again = Trainee(width)
-    assert make(again).restore() == step + 1
-    assert again.fingerprint() == trainee.fingerprint()
+    again, average = Trainee(width), Average(8)
+    assert make(again, average=average).restore() == step + 1
+    assert again.fingerprint() == expected
     assert again.loader.position == position
+    assert not average.mean.any()
     assert torch.equal(torch.randn(4), drawn)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_is_large_and_was_written_since_is_not_come_back_to(
+    make: Make, tmp_path: Path, held: Path, caplog: pytest.LogCaptureFixture, is_written: bool
+) -> None:
+    """An average of another size than is set aside: never a version with tensors of two moments."""
+    trainee, average = Trainee(), Average((ASIDE_BYTES >> 2) + 1)
+    checkpointer, step = left_out(make, held, trainee, "8MiB", average=average)
+    if is_written:
+        average.mean[5] = 1.0
+    whole = checkpointer._run.whole.version
+    held.unlink()
+    checkpointer.close()
+    newest = open_storage(tmp_path / "job", Events()).versions()[-1].step
+    assert newest == (whole.step if is_written else step)
+    assert (f"step {step} is not saved: tensors that no optimizer owns were written" in caplog.text) == is_written
 
 
 def test_the_last_save_comes_back_to_a_step_that_was_left_out_when_it_was_reported(
     make: Make, tmp_path: Path, held: Path
 ) -> None:
     trainee = Trainee()
-    checkpointer = make(trainee, every="1", begin_timeout_s=0.05, memory_budget=TWO_SLOTS)
-    checkpointer.restore()
-    trainee.train()
-    held.touch()
-    checkpointer.save(0, "durable")
-    step = 0
-    while step < 3 or not checkpointer._run.last.given_up:
-        step += 1
-        trainee.train()
-        checkpointer.step(step)
-        checkpointer.settle()
+    checkpointer, step = left_out(make, held, trainee)
     threading.Timer(0.5, held.unlink).start()
     assert not checkpointer.save_last(step).given_up
     kept = trainee.fingerprint()

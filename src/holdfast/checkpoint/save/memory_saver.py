@@ -42,6 +42,7 @@ from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.job.slot_reservation import Reservation, comes_after_restore
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
+from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES, LeftOutSaves
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.save.slot_patience import SlotPatience, Waits
@@ -54,16 +55,12 @@ from holdfast.tiers.memory.usable_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
-# What must be copied in the call is set aside in memory of ours up to this size: random states, counters, buffers.
-ASIDE_BYTES = 1 << 20
 # How long the end waits for a device that still copies; after a collective was aborted that is a moment.
 DRAIN_S = 3.0
 MAKE_SLOTS = "huge pages make that quicker, and `holdfast doctor` says whether there are any"
 BEHIND = "its device does not come to the end of what is queued"
 # Of a late copy so many tensors are looked at if no step was seen behind it.
 NUM_SMALLEST = 8
-# Saves that are left out now and then say so at level WARNING once within this time.
-TELL_EVERY_S = 60.0
 # The copying thread is at its end when it has told so; what is left of its last turn takes less.
 IDLE_S = 0.05
 
@@ -148,9 +145,7 @@ class Saver:
         self._slots_until_s = 0.0
         self._patience = SlotPatience(config.begin_timeout_s, config.close_timeout_s)
         self._patience_s = config.begin_timeout_s  # of the save that runs
-        self._num_left_out = 0  # saves that found no slot in time, since one did
-        self._left_out: _Taken | None = None  # the last of them, as it was at its call
-        self._warned_s = -TELL_EVERY_S  # that one was left out
+        self._left_out = LeftOutSaves()
         self._widened: Reservation | None = None
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
@@ -291,7 +286,7 @@ class Saver:
         """Saves find no slot: there may be one more, if that was not asked for before."""
         reservation = self._reservation
         if (
-            self._num_left_out
+            self._left_out.num
             and reservation is not None
             and reservation.may_widen
             and self._widened is not reservation
@@ -417,7 +412,7 @@ class Saver:
         within = self.fence.under_way()
         if self.fence.is_void(steps, others_within=bool(within - {threading.get_ident()})):
             raise LevelNotReached(STEPPED)
-        gathered = self._as_it_was(handle.version, self._state.gather())
+        gathered = self._left_out.as_it_was(handle.version) or self._state.gather()
         if not self._pinned_writes.end(gathered, self._config.close_timeout_s):
             raise LevelNotReached(BEHIND)
         self.fence.begin()
@@ -437,13 +432,6 @@ class Saver:
             self._copy(taken, self._open_now(taken))
         else:
             self._copy_late(replace(taken, gathered=aside))
-
-    def _as_it_was(self, version: Version, now: Gathered) -> Gathered:
-        """The state `now`; of a version that is come back to, random states and values as they were when it was left out."""
-        left = self._left_out
-        if left is None or left.handle.version != version or left.gathered.storages != now.storages:
-            return now
-        return left.gathered
 
     def _look_for_graphs(self) -> None:
         """Nothing may be copied late if steps are made that pass no fence: those that a graph of a device replays.
@@ -501,14 +489,12 @@ class Saver:
                 told=told.append, comes_back=taken.why is Waits.DUE,
             )  # fmt: skip
         except NoSlotYet:
-            self._left_out = taken
+            self._left_out.keep(version, taken.gathered)
             raise
         except KeeperLost:
             self._link.heard_nothing(client)
             raise
-        if self._num_left_out > 1:
-            logger.info("saves find a slot again; %d were left out", self._num_left_out)
-        self._num_left_out, self._left_out = 0, None
+        self._left_out.found()
         view = self._view(slot, plan)
         known = stands(view, client, told[-1])
         view.known = {} if anew else known
@@ -742,15 +728,7 @@ class Saver:
 
     def _leave_out(self, handle: SaveHandle, reason: str) -> None:
         """No slot became free in time for what was due. Nobody is told yet: at the end the step may be saved after all."""
-        self._num_left_out += 1
-        told = self._num_left_out > 1 or time.monotonic() - self._warned_s < TELL_EVERY_S
-        self._warned_s = self._warned_s if told else time.monotonic()
-        logger.log(
-            logging.DEBUG if told else logging.WARNING,
-            "%s is left out, and so are later ones until a slot is free: %s",
-            handle.version,
-            reason,
-        )
+        self._left_out.add(handle.version, reason)
         self._events.count("saves_left_out")
         handle.give_up(reason)
         self._link.unannounced.add(handle.version, reason)
