@@ -332,9 +332,15 @@ def test_the_last_save_waits_for_its_slot_longer_than_others(make: Make, tmp_pat
     assert bool(model.weight.any()), "not what was written behind the last step"
 
 
-def test_where_another_rank_abandoned_the_last_step_the_one_before_is_durable(make: Make, tmp_path: Path) -> None:
-    """It is no error of who has the step: the log says what is missing, and the job has ended well."""
-    _, said = ended(tmp_path, "abandoned")
+@pytest.mark.parametrize("how", ["stepped", "loaded"])
+def test_where_another_rank_left_the_last_step_out_the_one_before_is_durable(
+    make: Make, tmp_path: Path, how: str
+) -> None:
+    """It found no slot, and its state is gone when it closes. No error of who has the step: the log says what is missing."""
+    _, said = ended(tmp_path, how)
     assert [out.strip() for out, _ in said] == ['{"said": ""}'] * 2, said
+    assert "is left out" in said[1][1]
     assert stored(tmp_path)[-1].step == 1
-    assert "what is durable is step 1; step 2 is not saved" in said[0][1]
+    assert all("what is durable is step 1; step 2 is not saved" in err for _, err in said)
+    model = torch.nn.Linear(64, 64)
+    assert make(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).restore() == 2
