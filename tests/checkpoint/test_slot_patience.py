@@ -38,6 +38,19 @@ os.fsync = held
 """
 
 
+class Average:
+    """Hands out its own tensor, as it is."""
+
+    def __init__(self, num_elements: int) -> None:
+        self.mean = torch.zeros(num_elements)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.mean = state["mean"]
+
+
 class Clock:
     now_s = 100.0
 
@@ -179,21 +192,24 @@ def test_storage_gets_another_version_if_the_one_that_was_due_found_no_slot(
     checkpointer.close()
 
 
-def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(make: Make, held: Path) -> None:
-    trainee = Trainee()
-    checkpointer = make(trainee, every="1", begin_timeout_s=BEGIN_S)
+@pytest.mark.parametrize("num_elements", [8, 1 << 19], ids=["planned", "grown"])
+def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(
+    make: Make, held: Path, num_elements: int
+) -> None:
+    trainee, average = Trainee(), Average(8)
+    checkpointer = make(trainee, every="1", begin_timeout_s=BEGIN_S, average=average)
     checkpointer.restore()
     trainee.train()
+    average.mean = torch.zeros(num_elements)  # more than was planned for it: all slots are made anew
     held.touch()
     checkpointer.save(0, "durable")
     step, slots = 0, []
-    while len(slots) < 3:
+    while len(slots) < 3 or not checkpointer._run.saver._reservation.is_complete:
         step += 1
         assert step < 1000
         trainee.train()
         checkpointer.step(step)
         slots = checkpointer.keeper_status()["ranks"]["0"]["slots"]
-    eventually(lambda: checkpointer._run.saver._reservation.is_complete)
     for _ in range(10):
         step += 1
         trainee.train()
@@ -220,19 +236,6 @@ def left_out(
         checkpointer.step(step)
         checkpointer._run.saver.settle()
     return checkpointer, step
-
-
-class Average:
-    """Hands out its own tensor, as it is."""
-
-    def __init__(self, num_elements: int) -> None:
-        self.mean = torch.zeros(num_elements)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"mean": self.mean}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.mean = state["mean"]
 
 
 @pytest.mark.parametrize("width", [32, 600], ids=["narrow", "wide"])

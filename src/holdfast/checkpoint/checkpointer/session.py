@@ -111,7 +111,11 @@ class Run:
         """
         if self.saver.fence.num_steps != self.optimizer_steps:
             return "an optimizer made a step"
-        return self.survivor.why_changed() or self.state.carried.why_changed()
+        memory = self.saver.memory
+        left_out = (
+            memory.left_out.why_changed(self.last.version) if memory is not None and self.last is not None else ""
+        )
+        return self.survivor.why_changed() or self.state.carried.why_changed() or left_out
 
     def at(self, step: int) -> None:
         """The objects hold the state after `step` now."""
