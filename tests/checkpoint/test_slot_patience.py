@@ -17,6 +17,7 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.slot_patience import FREE_S, MOST_TIMES, SHARE, SlotPatience, Waits
+from holdfast.core.scheduling.cadence import Cadence
 from holdfast.keeper.rpc.client import NoSlotYet
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
@@ -272,6 +273,21 @@ def test_what_is_large_and_was_written_since_is_not_come_back_to(
     newest = open_storage(tmp_path / "job", Events()).versions()[-1].step
     assert newest == (whole.step if is_written else step)
     assert (f"step {step} is not saved: tensors that no optimizer owns were written" in caplog.text) == is_written
+
+
+def test_other_ranks_hear_at_the_next_step_that_nobody_comes_back_to_one(make: Make, held: Path) -> None:
+    trainee = Trainee()
+    checkpointer, step = left_out(make, held, trainee)
+    last, checkpointer._run.schedule._capture = checkpointer._run.last.version, Cadence(steps=1000)
+    checkpointer._run.link.went_on(last)  # this one may be come back to
+    assert last in [version for version, _ in checkpointer._run.link.unannounced._versions]
+    trainee.train()
+    assert checkpointer.step(step + 1) is None
+    assert not checkpointer._run.link.unannounced._versions
+    client = checkpointer._run.link.client
+    eventually(lambda: (known := client.announced.known(last)) is not None and known.abandoned)
+    held.unlink()
+    checkpointer.close()
 
 
 def test_the_last_save_comes_back_to_a_step_that_was_left_out_when_it_was_reported(

@@ -300,6 +300,7 @@ class Checkpointer:
         run.lower.before(run, step)
         run.recorder.step(step)
         run.at(step)
+        run.link.went_on(run.job.version(step))
         heartbeat.at_step(step)
         self._hear_due(run)
         self._make_up(run)
@@ -372,7 +373,7 @@ class Checkpointer:
         for handle in run.recent:
             if handle.version == run.due and handle.level is not Level.DURABLE and not handle.given_up:
                 handle.level = Level.DURABLE
-                run.durables.add(handle)
+                run.durables.add(handle, asked=False)
 
     @staticmethod
     def _make_up(run: Run) -> None:
@@ -435,7 +436,8 @@ class Checkpointer:
             timeout_s: seconds; the setting `close_timeout_s` by default.
 
         Raises:
-            LevelNotReached: names every version that is not, since the last call, with the reason.
+            LevelNotReached: names every version that is not, since the last call, with the reason. One that only the cadence
+                asked for is named no more once a later one is durable.
         """
         if self.off or self._again is not None:
             return
@@ -815,7 +817,7 @@ class Checkpointer:
         self._unclosed.saved(run)
         run.survivor.let_go()
         if durable:
-            run.durables.add(handle, also_to)
+            run.durables.add(handle, also_to, asked=why is not Waits.DUE)
         run.schedule.saved(step, durable=durable)
         return handle
 

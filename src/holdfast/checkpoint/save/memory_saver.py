@@ -467,7 +467,7 @@ class Saver:
 
     @contextmanager
     def _held_up(self, why: Waits) -> Iterator[None]:
-        """What is waited for within holds the step up; that is counted where the cadence asked for it."""
+        """Count what is waited for within, where the cadence asked for the save: it holds the step up."""
         began = time.monotonic()
         try:
             yield
