@@ -24,19 +24,9 @@ from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
 
 BEGIN_S = 0.2
+SLOW_DISK = Path(__file__).parent.parent / "kit" / "slow_disk"
 # Room for two slots of this state, and not for three more.
 TWO_SLOTS = "4MiB"
-
-# Part of every keeper that this test starts: what it writes is on the disk only when nobody holds the disk up.
-SLOW_DISK = """
-import os, time
-fsync = os.fsync
-def held(fd):
-    while os.path.exists(os.environ["HELD"]):
-        time.sleep(0.01)
-    fsync(fd)
-os.fsync = held
-"""
 
 
 class Average:
@@ -105,9 +95,7 @@ def test_a_round_trip_costs_no_credit() -> None:
 @pytest.fixture
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file: as long as it is there, storage comes to no end."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SLOW_DISK)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SLOW_DISK), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("HELD", str(tmp_path / "held"))
     return tmp_path / "held"
 

@@ -486,6 +486,9 @@ class Checkpointer:
     def close(self) -> None:
         """Makes the last step durable and leaves. Every rank calls it. Calling it again does nothing.
 
+        A last step that was due is stored as it was. One that was not is saved here, and what no optimizer owns (random numbers,
+        positions in the data, running means) is then what it is at this call; `save_last` behind the step leaves no time between.
+
         If an optimizer made a step after the last one that was reported, or somebody wrote other weights, its state is not
         here any more. Then the newest version that was saved is made durable, and the log says at level ERROR what that leaves out.
         If no step was made since a restore from memory, what was restored is made durable; if one was made and none was reported,
