@@ -35,6 +35,12 @@ def load_best(trainee: Trainee) -> None:
     trainee.model.load_state_dict({name: tensor * 0.5 for name, tensor in trainee.model.state_dict().items()})
 
 
+def exchange(trainee: Trainee) -> None:
+    """The model gets other parameters; the optimizers keep those that they stepped."""
+    best = {name: tensor * 0.5 for name, tensor in trainee.model.state_dict().items()}
+    trainee.model.load_state_dict(best, assign=True)
+
+
 def halve(trainee: Trainee) -> None:
     trainee.model.half()
 
@@ -44,7 +50,7 @@ def step_again(trainee: Trainee) -> None:
     trainee.train()
 
 
-CHANGES = [load_best, fill, halve, step_again]
+CHANGES = [load_best, fill, exchange, halve, step_again]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -278,6 +278,20 @@ def test_other_ranks_hear_at_the_next_step_that_nobody_comes_back_to_one(make: M
     checkpointer.close()
 
 
+def test_a_last_step_that_was_not_due_is_saved_behind_one_that_was_left_out(
+    make: Make, tmp_path: Path, held: Path
+) -> None:
+    trainee, average = Trainee(), Average((ASIDE_BYTES >> 2) + 1)
+    checkpointer, step = left_out(make, held, trainee, "8MiB", average=average)
+    checkpointer._run.schedule._capture = Cadence(steps=1000)
+    trainee.train()
+    average.mean[5] = 1.0
+    assert checkpointer.step(step + 1) is None
+    held.unlink()
+    checkpointer.close()
+    assert open_storage(tmp_path / "job", Events()).versions()[-1].step == step + 1
+
+
 def test_the_last_save_comes_back_to_a_step_that_was_left_out_when_it_was_reported(
     make: Make, tmp_path: Path, held: Path
 ) -> None:
