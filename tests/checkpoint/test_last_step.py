@@ -350,3 +350,13 @@ def test_where_another_rank_left_the_last_step_out_the_one_before_is_durable(
     assert all("what is durable is step 1; step 2 is not saved" in err for _, err in said)
     model = torch.nn.Linear(64, 64)
     assert make(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).restore() == 2
+
+
+def test_straight_to_storage_all_ranks_save_the_last_step_or_none(tmp_path: Path) -> None:
+    """One of them has loaded other weights: the others do not wait for it, and no collective of the script meets one of ours."""
+    ranks, said = ended(tmp_path, "storage alone")
+    assert [(rank.returncode, out.strip()) for rank, (out, _) in zip(ranks, said, strict=True)] == [
+        (0, '{"said": ""}')
+    ] * 2
+    assert "step 1 is not saved: rank 1: parameters" in said[0][1]
+    assert [version.step for version in stored(tmp_path)] == [0]

@@ -14,6 +14,7 @@ import torch
 import holdfast
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
+from holdfast.checkpoint.save import durable_tracker, left_out_saves
 from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.slot_patience import FREE_S, MOST_TIMES, SHARE, SlotPatience, Waits
@@ -134,9 +135,11 @@ def test_a_storage_that_takes_long_does_not_hold_training_up(
 
 
 def test_a_storage_that_is_always_a_little_slow_does_not_fill_the_log(
-    make: Make, held: Path, caplog: pytest.LogCaptureFixture
+    make: Make, held: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots become free and are taken again, all day; each version that is left out was due for storage as well."""
+    for each in (left_out_saves, durable_tracker):  # however slow this machine is
+        monkeypatch.setattr(each, "TELL_EVERY_S", 3600.0)
     trainee = Trainee()
     checkpointer = make(trainee, every="1", durable_every="1", begin_timeout_s=0.01, memory_budget=TWO_SLOTS)
     checkpointer.restore()
