@@ -470,7 +470,7 @@ def test_an_exception_in_a_hook_does_not_leave_the_step(caplog: pytest.LogCaptur
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
 
-    def fails() -> None:
+    def fails(*_: Any) -> None:
         raise RuntimeError("ours")
 
     steps = Steps([optimizer], before=fails, after=fails)
