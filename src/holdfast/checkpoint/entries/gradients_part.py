@@ -77,20 +77,17 @@ class GradientsPart(TransientPart):
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
-        used = self._used
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if (grad := parameter.grad) is not None:
-                    used[id(parameter)] = _seen(grad)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._used.update({id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None})
 
     def note(self) -> None:
         """A step is reported now: finds what lives."""
         self._living = {}
         if self.off:
             return
-        used = self._used
-        for number, parameter in enumerate(self._parameters()):
-            if (grad := parameter.grad) is not None and not _is(grad, used.get(id(parameter))):
+        used = self._used.get
+        for number, (key, parameter) in enumerate(self._parameters().items()):
+            if (grad := parameter.grad) is not None and not _is(grad, used(key)):
                 self._living[str(number)] = parameter, _seen(grad)
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
 
@@ -107,7 +104,7 @@ class GradientsPart(TransientPart):
             return "no rank has reduced them yet"
         if not self._living:
             return ""
-        if not all(_is(parameter.grad, seen) for parameter, seen in self._living.values()):
+        if not all(p.grad is not None and _is(p.grad, seen) for p, seen in self._living.values()):
             return "they were written or cleared after the step was reported"
         if any(map(fsdp1.units_of, self._modules())):
             return "the first FSDP holds them"
@@ -130,7 +127,7 @@ class GradientsPart(TransientPart):
         self._left = ""
         if not isinstance(offered, dict) or not all(name in loading.saved for name in references(offered)):
             return
-        places = {str(number): self._place(p, loading.layouts) for number, p in enumerate(self._parameters())}
+        places = {str(number): self._place(p, loading.layouts) for number, p in enumerate(self._parameters().values())}
         if all(places.get(number) == place for number, place in offered.get("of", {}).items()):
             loading.claim_value(self.name, kind=dict)
         else:
@@ -146,7 +143,7 @@ class GradientsPart(TransientPart):
         self.note()
         for parameter, _ in self._living.values():
             living_gradients.clear(parameter)
-        living_gradients.put(self._parameters(), saved.get("gradients", {}))
+        living_gradients.put(list(self._parameters().values()), saved.get("gradients", {}))
         self.note()
 
     def _place(self, parameter: torch.Tensor, layouts: Layouts) -> list[Any]:
@@ -158,17 +155,25 @@ class GradientsPart(TransientPart):
         shape = list(parameter.shape)
         return [self._names.get(id(parameter), ""), shape, cut, layouts.rank, len(layouts.everyone)]
 
-    def _parameters(self) -> list[torch.Tensor]:
-        found = [p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]]
-        return list({id(p): p for p in found}.values())
+    def _parameters(self) -> dict[int, torch.Tensor]:
+        """Returns the parameters that are stepped, by id."""
+        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+        return {id(parameter): parameter for group in groups for parameter in group["params"]}
 
 
 def _seen(grad: torch.Tensor) -> _Seen:
     """Returns what is of a gradient as long as it is the same tensor and nobody writes to it, as far as torch counts."""
-    local = local_of(grad)
-    return weakref.ref(grad), object() if local.is_inference() else local._version
+    return weakref.ref(grad), _count(grad)
 
 
-def _is(grad: torch.Tensor | None, seen: _Seen | None) -> bool:
+def _is(grad: torch.Tensor, seen: _Seen | None) -> bool:
     """Tell whether a gradient is still as it was seen."""
-    return grad is not None and seen is not None and seen[0]() is grad and seen[1] == local_of(grad)._version
+    return seen is not None and seen[0]() is grad and seen[1] == _count(grad)
+
+
+def _count(grad: torch.Tensor) -> object:
+    """Returns torch's count of writes; of what it counts none of, nothing that is ever equal."""
+    try:
+        return grad._version if type(grad) is torch.Tensor else local_of(grad)._version
+    except RuntimeError:  # made in inference mode
+        return object()
