@@ -173,7 +173,7 @@ KEPT = {
     "behind the last epoch": (EVALUATES_FIRST, "d"),
     "loop of an imported module": (IMPORTED, "2"),
 }
-SAMPLE = {"nanoGPT", "early stopping with the best state", "loop of an imported module"}
+SAMPLE = {"nanoGPT", "loop of an imported module"}
 NONE = {
     "generator": (
         f"batches = iter(DataLoader(data, batch_size=4))\nfor step in range(7):\n    x, y = next(batches)\n    {STEP}\n",

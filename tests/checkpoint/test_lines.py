@@ -23,6 +23,7 @@ from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.usage import loop_snapshot
 from holdfast.checkpoint.usage.loop_observer import Observer
 from holdfast.core.elastic.worker_facts import Phase
+from sample_kit import MORE
 
 
 class Lines:
@@ -122,6 +123,7 @@ def test_a_number_one_more_than_that_of_the_step_is_refused_at_the_first(make: M
         break
 
 
+@MORE
 def test_a_loop_that_counts_from_one_is_right(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     objects = job()
     checkpointer = make(**objects)

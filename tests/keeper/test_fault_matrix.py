@@ -24,6 +24,7 @@ from holdfast.testing.faults.faulted_job import Job, run
 from holdfast.testing.faults.rig import Rig
 from planted import faults as planted
 from planted.faults_keeper import BUGS as IN_KEEPERS
+from sample_kit import MORE
 
 DEFAULT = {"kill@commit-0", "ENOSPC@write-1", "flip@memory-1", "kill@copying-1"}
 CALM = Cell("", "idle", 0, "lifecycle")
@@ -72,6 +73,7 @@ def test_the_cells_that_find_bugs_are_clean_without_them(name: str) -> None:
     assert outcome.violations == (), "\n".join(outcome.evidence)
 
 
+@MORE
 def test_the_judge_of_the_matrix_is_not_blind(base: Path) -> None:
     """What a bug would leave behind is put into the facts of a good course, and each is reported by its invariant."""
     rig = Rig(base, num_nodes=2)

@@ -20,6 +20,7 @@ from holdfast.keeper.slots import cpu_affinity, idle_windows
 from holdfast.keeper.slots.idle_windows import Turns, WindowPage, Windows
 from keeper.rig import Rig, Trainer, eventually, reached
 from keepers_kit import open_files, processors_of_threads
+from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
 MIB = 1 << 20
@@ -355,6 +356,7 @@ def test_a_page_that_stays_shut_costs_a_step_and_one_that_is_no_page_nothing(mak
     assert sent(rig)[1] == watched
 
 
+@MORE
 def test_a_save_that_waits_for_the_slot_ends_the_holding_back(make_rig: MakeRig) -> None:
     _, first, second = two_nodes(make_rig)
     save_both(first, second, 0)

@@ -24,6 +24,7 @@ from holdfast.keeper.rpc.client import Assembly, KeeperClient, NoSlotYet
 from holdfast.tiers.memory import slots as memory
 from holdfast.tiers.memory.processes import start_time
 from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
+from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
 
@@ -291,6 +292,7 @@ def test_a_second_living_process_of_a_rank_is_refused_by_name(make_rig: MakeRig)
         rig.trainer(0)
 
 
+@MORE
 def test_a_frozen_trainer_holds_up_nobody(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = rig.start()

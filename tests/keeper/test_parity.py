@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -24,6 +25,7 @@ from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.memory.processes import start_time
 from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
 from kit.nodes import facts_of, reborn, restored
+from sample_kit import sampled
 
 MakeRig = Callable[..., Rig]
 MIB = 1 << 20
@@ -63,7 +65,7 @@ def go_on(rig: Rig, back: Sequence[Trainer], version: Version, step: int) -> Non
     replicate(back, [step])
 
 
-@pytest.mark.parametrize("lost", range(NUM_NODES))
+@pytest.mark.parametrize("lost", sampled(range(NUM_NODES), 0, 3))
 def test_any_one_of_four_nodes_comes_back_from_parity(make_rig: MakeRig, lost: int) -> None:
     rig = make_rig(**FOUR, per_node=2, own_bytes=3 * 4096 + 1024 * lost)
     trainers = rig.start()
@@ -86,9 +88,11 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
-    "lost", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+    ("lost", "phase"),
+    sampled(
+        product(range(NUM_NODES), PHASES), (0, "while it makes parity"), (2, "while it seals"), (2, "while others pull")
+    ),
 )
 def test_a_node_lost_in_any_phase_costs_nothing_that_was_replicated(make_rig: MakeRig, phase: str, lost: int) -> None:
     rig = make_rig(**FOUR, own_bytes=1 << 16)
@@ -154,7 +158,7 @@ def test_a_node_that_came_back_gets_its_parity_again_and_another_may_go(make_rig
     replicate(trainers, [7])
 
 
-@pytest.mark.parametrize(("own_kib", "lost"), [((4, 0, 0, 0), 0), ((0, 4, 4, 0, 0), 2)])
+@pytest.mark.parametrize(("own_kib", "lost"), sampled([((4, 0, 0, 0), 0), ((0, 4, 4, 0, 0), 2)], ((0, 4, 4, 0, 0), 2)))
 def test_a_node_comes_back_though_others_have_nothing_to_keep_parity_of(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, own_kib: tuple[int, ...], lost: int
 ) -> None:

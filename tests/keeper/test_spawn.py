@@ -32,6 +32,7 @@ from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.wire import frames
 from keeper.rig import Rig, eventually
 from keepers_kit import end_keepers, of_threads, processors_of_threads, wait_ended
+from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
 
@@ -339,6 +340,7 @@ def test_garbage_after_the_greeting_ends_that_connection_only(make_rig: MakeRig)
     assert rig.status(0)["node"] == "n0"
 
 
+@MORE
 def test_a_silent_and_a_trickling_client_are_cut_off_in_time(make_rig: MakeRig) -> None:
     rig = make_rig()
     place = rig.keeper(0)
