@@ -205,6 +205,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.line(line)
 
 
+@pytest.fixture(scope="module")
+def without_collector() -> Iterator[None]:
+    """Trees of all sources are large: looking through them for garbage takes longer than making them."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture
 def card(request: pytest.FixtureRequest) -> str:
     """The kind of device that a test marked gpu runs on (`--card`)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import gc
 import re
 import statistics
 import subprocess
@@ -30,6 +29,8 @@ WITHOUT_TORCH = ("base", "core", "tiers", "keeper", "cli")
 # What is below it in the order and yet not for it: commands start these as programs, so that looking stays quick.
 NOT_FOR_CLI = ("checkpoint", "elastic", "adapters", "testing")
 MAX_FILES_IN_A_FOLDER = 14
+
+pytestmark = pytest.mark.usefixtures("without_collector")
 
 PUBLIC_NAMES = [
     "Checkpointer",
@@ -88,14 +89,6 @@ class Import:
     target: str
     line: int
     in_function: bool
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_collector() -> Iterator[None]:
-    """The trees of all sources stay to the end, and looking through them for garbage takes longer than making them."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @functools.cache

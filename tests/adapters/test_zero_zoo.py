@@ -21,10 +21,10 @@ LIFE = str(Path(__file__).with_name("zero_life.py"))
 # A sample of all kinds; the others are slow.
 SAMPLE = {
     "global counter", "global set in the loop, read in a function", "closure with nonlocal", "namespace that counts",
-    "rare change that cannot be carried", "list that grows", "del of an earlier name", "early stopping",
+    "rare change that cannot be carried", "del of an earlier name", "early stopping",
     "killed behind the loop, number of the loss", "killed behind the loop, loss as it is", "resumes by itself, far",
     "shorter at the second time", "loop of a module", "function of an installed package that counts",
-    "submodule in use changes", "tensor that is resized",
+    "submodule in use changes", "tensor that is resized", "settings by exec",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "global counter", "killed behind the loop", "killed behind the loop, loss as it is", "early break", "killed behind a break",

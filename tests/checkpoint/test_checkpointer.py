@@ -226,6 +226,7 @@ def test_what_changes_outside_the_step_is_never_copied_late(make: Make, caplog: 
     assert trainee.fingerprint() == expected
 
 
+@MORE
 def test_verification_finds_one_element_written_during_copy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, verify_capture=True, fence_timeout_s=20.0)
@@ -546,6 +547,7 @@ def test_without_a_sigterm_it_is_as_before(make: Make) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@MORE
 def test_damage_is_refused_by_name_and_never_a_silent_fresh_start(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
@@ -707,6 +709,7 @@ def test_what_the_script_took_out_of_a_dict_stays_out_after_a_restart(make: Make
     assert again == expected
 
 
+@MORE
 def test_what_came_later_goes_also_after_an_interruption(make: Make) -> None:
     """Under `holdfast.resumable` the Checkpointer and its objects stay, and what they began with is known."""
     extra: dict[str, Any] = {"ema": torch.zeros(3), "seen": {"a": 1}}

@@ -458,6 +458,7 @@ def test_another_place_knows_the_incarnations_between(make: Make, tmp_path: Path
     assert {line.first for line in lines} == {1}, "one run, not one that a fresh start ended and another"
 
 
+@MORE
 def test_a_place_with_a_cut_chain_says_so_and_the_next_copy_mends_it(make: Make, tmp_path: Path) -> None:
     """As an older holdfast left it: the record of the incarnation between is missing there."""
     place, job = tmp_path / "far", tmp_path / "job"

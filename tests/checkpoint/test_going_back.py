@@ -58,6 +58,7 @@ def test_a_wish_holds_for_the_first_start_and_newer_versions_are_not_passed_over
     assert start(make, str(OLD)) == OLD.step + 5, "nor at the next start"
 
 
+@MORE
 def test_the_same_wish_counts_again_after_another_or_a_start_without(make: Make) -> None:
     other = Version(1, 0)
     assert start(make, NO_WISH, steps=3) == 0

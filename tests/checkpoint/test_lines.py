@@ -239,6 +239,7 @@ def test_a_value_that_was_written_after_its_step_is_not_saved_as_that_of_the_ste
     assert "step 4 is not saved: a tensor that was passed to step() was written" in caplog.text
 
 
+@MORE
 def test_generators_of_others_go_on_where_they_were(make: Make) -> None:
     def draw(own: dict[str, Any]) -> list[float]:
         return [

@@ -199,6 +199,7 @@ def test_a_disk_that_hangs_ends_the_restore_by_name(
     ends_by_name(make, monkeypatch, tmp_path, (LocalBackend, "read_into", hang), goes_on)
 
 
+@MORE
 @pytest.mark.parametrize("what", sampled(["named", "manifest"], "manifest"))
 def test_a_disk_that_hangs_before_a_version_is_chosen_ends_the_restore_by_name(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str

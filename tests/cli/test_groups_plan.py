@@ -469,6 +469,7 @@ raise AssertionError("nothing is trained")
 """
 
 
+@MORE
 def test_a_script_is_planned_without_memory_for_its_weights(tmp_path: Path) -> None:
     """Four matrices of 64 GiB and twice that of optimizer state: only their shapes ever exist."""
     script = tmp_path / "train.py"

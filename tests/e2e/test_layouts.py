@@ -170,6 +170,7 @@ def test_the_first_fsdp_with_other_numbers_of_ranks(jobs: Jobs) -> None:
     hop(jobs, second, "first_fsdp", 2)
 
 
+@MORE
 @pytest.mark.timeout(240)
 def test_from_memory_alone(jobs: Jobs) -> None:
     """The trainers die, nothing is in storage; the keepers of the same nodes have it, and more or fewer ranks take it."""

@@ -64,7 +64,7 @@ def test_one_flipped_bit_names_rank_and_entry_and_the_verified_version_is_used(
     assert len({tuple(facts["weight"]) for facts in seen}) == 1
 
 
-@pytest.mark.parametrize("budget", ["1GiB", "1MiB"], ids=["memory", "storage alone"])
+@pytest.mark.parametrize("budget", sampled(["1GiB", "1MiB"], "1GiB"), ids=["memory", "storage alone"])
 @pytest.mark.usefixtures("runtime_dir")
 def test_no_version_is_made_of_rows_of_two_ranks_of_a_node(tmp_path: Path, budget: str) -> None:
     """They divide the copy of what they share: between two averagings there is nothing that both hold."""

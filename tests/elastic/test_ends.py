@@ -346,6 +346,7 @@ def test_what_ranks_save_when_they_are_told_to_end_is_in_the_last_line(tmp_path:
     assert "after step 12" in said
 
 
+@MORE
 def test_a_job_whose_ranks_all_hang_is_not_given_the_ten_minutes_of_a_last_save(tmp_path: Path) -> None:
     code, said, after_s = end(tmp_path, QUIET, "--watchdog=quick")
     assert code == 128 + signal.SIGTERM

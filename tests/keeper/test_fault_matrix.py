@@ -1,7 +1,7 @@
 """Faults x phases: real keepers and trainers are hurt at every place that bytes and messages pass, and the course is judged.
 
 The cells stand in `holdfast.testing.faults.cells`, what a job lives through in `.job`; `holdfast drill faults` runs the
-same. Four cells and one planted bug run by default; all of them with --slow, and print what came of them with -s. Bugs that are planted on
+same. Three cells and one planted bug run by default; all of them with --slow, and print what came of them with -s. Bugs that are planted on
 purpose show that cells and judge are not blind.
 """
 
@@ -26,7 +26,7 @@ from planted import faults as planted
 from planted.faults_keeper import BUGS as IN_KEEPERS
 from sample_kit import MORE
 
-DEFAULT = {"kill@commit-0", "ENOSPC@write-1", "flip@memory-1", "kill@copying-1"}
+DEFAULT = {"kill@commit-0", "ENOSPC@write-1", "flip@memory-1"}
 CALM = Cell("", "idle", 0, "lifecycle")
 PLANTED_DEFAULT = ("past-saves",)
 

@@ -284,6 +284,7 @@ def test_a_version_is_hashed_in_the_waits_of_its_trainer(make_rig: MakeRig) -> N
     reached([trainer], version, Level.CAPTURED)  # whoever closed its page waits for nothing
 
 
+@MORE
 def test_in_a_wait_it_is_hashed_on_the_processors_of_the_rank_that_waits(make_rig: MakeRig) -> None:
     every = os.sched_getaffinity(0)
     if len(every) < 2:

@@ -280,6 +280,7 @@ def test_a_killed_trainer_leaves_what_it_sealed_and_its_slots_go_to_the_next_one
         eventually(lambda: "process ended" in follower.client.announced.level(Version(1, 2))[1])
 
 
+@MORE
 def test_a_second_living_process_of_a_rank_is_refused_by_name(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = rig.start()

@@ -188,6 +188,7 @@ def test_a_stale_socket_and_lock_of_a_killed_keeper_are_taken_over(make_rig: Mak
     assert rig.pid_of(place) != first
 
 
+@MORE
 def test_a_frozen_keeper_is_named(make_rig: MakeRig) -> None:
     rig = make_rig()
     pid = rig.pid_of(rig.keeper(0))
