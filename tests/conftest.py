@@ -210,6 +210,7 @@ def without_collector() -> Iterator[None]:
     """Trees of all sources are large: looking through them for garbage takes longer than making them."""
     gc.disable()
     yield
+    gc.freeze()
     gc.enable()
 
 

@@ -10,7 +10,7 @@ from holdfast.core.elastic.watch_mode import CAREFUL, MODES, QUICK
 from oddities import HEALTHY, SICK
 from oddities_kit import Case, found_s, kills
 
-SAMPLE = 12  # of each zoo, in the default suite
+SAMPLE = 20  # of each zoo, in the default suite
 
 
 def sampled(cases: list[Case]) -> list[object]:
