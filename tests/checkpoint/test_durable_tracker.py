@@ -23,6 +23,8 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import Structure
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.restorer import Restorer
+from holdfast.checkpoint.save.durable_tracker import DurableTracker
+from holdfast.checkpoint.save.save_handle import never
 from holdfast.cli.stored import versions as look
 from holdfast.core.model import Level, Version
 from holdfast.core.versions.lineage import Lineage
@@ -142,6 +144,34 @@ def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make:
     with pytest.raises(LevelNotReached, match="i000001-s0000000001 is durable, but not at /proc/no/such/place"):
         checkpointer.flush(DEADLINE_S)
     assert Version(1, 1) in versions(tmp_path / "job")
+
+
+def test_flush_names_what_was_only_due_by_the_cadence_until_a_later_one_is_durable() -> None:
+    """On a storage that is slower than the cadence most of these find no slot, and nobody lacks them."""
+    told = Told()
+    tracker = DurableTracker(told, None, timeout_s=DEADLINE_S)
+
+    def ends(step: int, why: str, *, asked: bool) -> None:
+        handle = never(step, Level.DURABLE, why)
+        if not why:
+            handle.committed()
+        before = len(told.calls)
+        tracker.add(handle, asked=asked)
+        told.wait(before + 1)
+
+    ends(0, "no slot", asked=False)
+    ends(1, "no slot", asked=True)
+    ends(2, "", asked=False)
+    ends(3, "no slot", asked=False)
+    with pytest.raises(LevelNotReached) as refused:
+        tracker.flush(DEADLINE_S)
+    assert (
+        refused.value.what == "i000001-s0000000001 is not durable: no slot; i000001-s0000000003 is not durable: no slot"
+    )
+    ends(4, "no slot", asked=True)
+    ends(4, "", asked=True)  # it is come back to
+    tracker.flush(DEADLINE_S)
+    tracker.close()
 
 
 @MORE
