@@ -23,15 +23,21 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     torch.manual_seed(7)
     model = torch.nn.Linear(64, 64)
-    config = holdfast.Config(every="0", durable_every="0", begin_timeout_s=0.2, linger_s=1.0)
+    left_out = how in ("stepped", "loaded")
+    budget = {"memory_budget": "64KiB"} if how == "storage alone" else {}
+    config = holdfast.Config(
+        every="1" if left_out else "0", durable_every="0", begin_timeout_s=0.2, linger_s=1.0, **budget
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
     checkpointer.restore()
-    checkpointer.save(0).wait("captured", 60)
+    checkpointer.save(0, "captured" if not budget else "durable").wait(timeout_s=60)
     dist.barrier()
-    if rank == 1:
+    if left_out and rank == 0:
+        dist.barrier()
+    elif rank == 1 and not left_out:
         time.sleep(2.0)  # ten times what a save in the middle of a training may wait
-    checkpointer.save(1)
+    checkpointer.save(1) if not budget else checkpointer.step(1)
     said = ""
     if how == "close":
         checkpointer.step(2)
@@ -39,14 +45,16 @@ def main() -> None:
         checkpointer.save_last(2)
         with torch.no_grad():
             model.weight.zero_()
-    elif how == "abandoned" and rank == 0:
-        checkpointer.save(2)
-        dist.barrier()
-    elif how == "abandoned":  # as where it found no slot, and its state is gone when it closes
-        dist.barrier()
-        checkpointer._run.link.require().abandon(checkpointer._run.job.version(2), "it found no slot")
+    elif budget and rank == 1:
+        model.load_state_dict(torch.nn.Linear(64, 64).state_dict())
+    elif left_out and rank == 0:
+        checkpointer.step(2)
+    elif left_out:  # rank 0 has not saved step 1 yet
+        checkpointer._run.saver._patience.spend(60.0)
+        checkpointer.step(2)
         model(torch.ones(64)).sum().backward()
-        optimizer.step()
+        optimizer.step() if how == "stepped" else model.load_state_dict(torch.nn.Linear(64, 64).state_dict())
+        dist.barrier()
     elif how == "told":
         os.kill(os.getpid(), signal.SIGTERM)
         for step in range(2, 1000):

@@ -14,28 +14,33 @@ import torch
 import holdfast
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
+from holdfast.checkpoint.save import durable_tracker, left_out_saves
 from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.slot_patience import FREE_S, MOST_TIMES, SHARE, SlotPatience, Waits
+from holdfast.core.scheduling.cadence import Cadence
 from holdfast.keeper.rpc.client import NoSlotYet
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
 
 BEGIN_S = 0.2
+SLOW_DISK = Path(__file__).parent.parent / "kit" / "slow_disk"
 # Room for two slots of this state, and not for three more.
 TWO_SLOTS = "4MiB"
 
-# Part of every keeper that this test starts: what it writes is on the disk only when nobody holds the disk up.
-SLOW_DISK = """
-import os, time
-fsync = os.fsync
-def held(fd):
-    while os.path.exists(os.environ["HELD"]):
-        time.sleep(0.01)
-    fsync(fd)
-os.fsync = held
-"""
+
+class Average:
+    """Hands out its own tensor, as it is."""
+
+    def __init__(self, num_elements: int) -> None:
+        self.mean = torch.zeros(num_elements)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.mean = state["mean"]
 
 
 class Clock:
@@ -91,9 +96,7 @@ def test_a_round_trip_costs_no_credit() -> None:
 @pytest.fixture
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file: as long as it is there, storage comes to no end."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SLOW_DISK)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SLOW_DISK), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("HELD", str(tmp_path / "held"))
     return tmp_path / "held"
 
@@ -132,9 +135,11 @@ def test_a_storage_that_takes_long_does_not_hold_training_up(
 
 
 def test_a_storage_that_is_always_a_little_slow_does_not_fill_the_log(
-    make: Make, held: Path, caplog: pytest.LogCaptureFixture
+    make: Make, held: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots become free and are taken again, all day; each version that is left out was due for storage as well."""
+    for each in (left_out_saves, durable_tracker):  # however slow this machine is
+        monkeypatch.setattr(each, "TELL_EVERY_S", 3600.0)
     trainee = Trainee()
     checkpointer = make(trainee, every="1", durable_every="1", begin_timeout_s=0.01, memory_budget=TWO_SLOTS)
     checkpointer.restore()
@@ -179,21 +184,24 @@ def test_storage_gets_another_version_if_the_one_that_was_due_found_no_slot(
     checkpointer.close()
 
 
-def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(make: Make, held: Path) -> None:
-    trainee = Trainee()
-    checkpointer = make(trainee, every="1", begin_timeout_s=BEGIN_S)
+@pytest.mark.parametrize("num_elements", [8, 1 << 19], ids=["planned", "grown"])
+def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(
+    make: Make, held: Path, num_elements: int
+) -> None:
+    trainee, average = Trainee(), Average(8)
+    checkpointer = make(trainee, every="1", begin_timeout_s=BEGIN_S, average=average)
     checkpointer.restore()
     trainee.train()
+    average.mean = torch.zeros(num_elements)  # more than was planned for it: all slots are made anew
     held.touch()
     checkpointer.save(0, "durable")
     step, slots = 0, []
-    while len(slots) < 3:
+    while len(slots) < 3 or not checkpointer._run.saver._reservation.is_complete:
         step += 1
         assert step < 1000
         trainee.train()
         checkpointer.step(step)
         slots = checkpointer.keeper_status()["ranks"]["0"]["slots"]
-    eventually(lambda: checkpointer._run.saver._reservation.is_complete)
     for _ in range(10):
         step += 1
         trainee.train()
@@ -220,19 +228,6 @@ def left_out(
         checkpointer.step(step)
         checkpointer._run.saver.settle()
     return checkpointer, step
-
-
-class Average:
-    """Hands out its own tensor, as it is."""
-
-    def __init__(self, num_elements: int) -> None:
-        self.mean = torch.zeros(num_elements)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"mean": self.mean}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.mean = state["mean"]
 
 
 @pytest.mark.parametrize("width", [32, 600], ids=["narrow", "wide"])
@@ -269,6 +264,35 @@ def test_what_is_large_and_was_written_since_is_not_come_back_to(
     newest = open_storage(tmp_path / "job", Events()).versions()[-1].step
     assert newest == (whole.step if is_written else step)
     assert (f"step {step} is not saved: tensors that no optimizer owns were written" in caplog.text) == is_written
+
+
+def test_other_ranks_hear_at_the_next_step_that_nobody_comes_back_to_one(make: Make, held: Path) -> None:
+    trainee = Trainee()
+    checkpointer, step = left_out(make, held, trainee)
+    last, checkpointer._run.schedule._capture = checkpointer._run.last.version, Cadence(steps=1000)
+    checkpointer._run.link.went_on(last)  # this one may be come back to
+    assert last in [version for version, _ in checkpointer._run.link.unannounced._versions]
+    trainee.train()
+    assert checkpointer.step(step + 1) is None
+    assert not checkpointer._run.link.unannounced._versions
+    client = checkpointer._run.link.client
+    eventually(lambda: (known := client.announced.known(last)) is not None and known.abandoned)
+    held.unlink()
+    checkpointer.close()
+
+
+def test_a_last_step_that_was_not_due_is_saved_behind_one_that_was_left_out(
+    make: Make, tmp_path: Path, held: Path
+) -> None:
+    trainee, average = Trainee(), Average((ASIDE_BYTES >> 2) + 1)
+    checkpointer, step = left_out(make, held, trainee, "8MiB", average=average)
+    checkpointer._run.schedule._capture = Cadence(steps=1000)
+    trainee.train()
+    average.mean[5] = 1.0
+    assert checkpointer.step(step + 1) is None
+    held.unlink()
+    checkpointer.close()
+    assert open_storage(tmp_path / "job", Events()).versions()[-1].step == step + 1
 
 
 def test_the_last_save_comes_back_to_a_step_that_was_left_out_when_it_was_reported(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 from holdfast.base.events import Events
@@ -80,22 +81,39 @@ def test_a_save_that_waits_for_its_memory_says_so_once(
     assert "holdfast doctor" in told
 
 
-def test_the_last_step_is_saved_although_its_memory_came_after_it(
-    make: Make,
-    memory: Memory,
-    tmp_path: Path,
+@pytest.mark.parametrize("is_due", [False, True])
+def test_the_last_step_is_saved_as_it_was_although_its_memory_came_after_it(
+    make: Make, memory: Memory, tmp_path: Path, is_due: bool
 ) -> None:
     trainee = Trainee()
-    checkpointer = make(trainee, begin_timeout_s=0.1)
+    checkpointer = make(trainee, every="1", durable_every="1", begin_timeout_s=0.1)
     checkpointer.restore()
     trainee.train()
-    early = checkpointer.save(0, "durable")
+    early = checkpointer.step(0) if is_due else checkpointer.save(0, "durable")
     assert "still being made" in early.given_up
+    expected, position = trainee.fingerprint(), trainee.loader.position
+    trainee.model(torch.randn(8, 16) + trainee.loader.take())  # in training mode: its running means go on
     memory.give()
 
     checkpointer.close()
 
     assert versions(tmp_path) == [Version(1, 0)]
+    again = Trainee()
+    assert make(again).restore() == 1
+    assert (again.fingerprint(), again.loader.position) == (expected, position)
+
+
+def test_steps_wait_for_their_memory_as_they_do_for_a_slot(make: Make, memory: Memory) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, every="1", begin_timeout_s=0.1)
+    checkpointer.restore()
+    checkpointer.save(0)
+    for step in range(1, 41):
+        trainee.train()
+        checkpointer.step(step)
+    assert checkpointer.events.counters()["save_seconds"] < 20 * 0.1
+    memory.give()
+    checkpointer.close()
 
 
 def test_memory_that_is_refused_after_it_was_granted_leaves_storage(

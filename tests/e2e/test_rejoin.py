@@ -13,6 +13,7 @@ import pytest
 import forked
 from holdfast.testing.contracts.adapter_processes import keepers_under
 from keepers_kit import wait_ended
+from sample_kit import MORE
 
 WORKER = Path(__file__).with_name("rejoin_worker.py")
 LOOP = Path(__file__).with_name("crash_loop_worker.py")
@@ -120,6 +121,7 @@ def test_hybrid_shards_come_from_the_twin_in_the_other_replica(tmp_path: Path, r
     assert second["came_back"]["1"] != "a twin's live state"
 
 
+@MORE
 def test_a_wrapper_that_is_made_before_the_restore_spoils_nothing(tmp_path: Path, runtime_dir: Path) -> None:
     """Rank 1 dies, then rank 0: DDP sends the new rank 0's first parameters into what rank 1 still held."""
     check(tmp_path, ["resumable:restore:3"])

@@ -11,7 +11,17 @@ from typing import Any
 from zoo_calls import CALLS
 from zoo_states import STATES
 
-FAULTS = ("none", "kill", "term", "interrupt", "exception", "storage refuses", "keeper frozen", "keeper killed")
+FAULTS = (
+    "none",
+    "kill",
+    "term",
+    "interrupt",
+    "exception",
+    "storage refuses",
+    "storage slow",
+    "keeper frozen",
+    "keeper killed",
+)
 # When the fault strikes, in the step at which the call comes.
 MOMENTS = ("before the save", "behind the save", "in the call", "behind the call", "in the next step")
 # Calls that leave the Checkpointer and take the job up again, or need a second one: for one rank only.

@@ -69,7 +69,8 @@ def _life(life: int, case: Case, root: Path, plant: str, found: list[str]) -> li
     """Runs all ranks of a life; where one dies the others are ended, as a launcher does."""
     env = {
         **os.environ, "REDTEAM_ROOT": str(root), "REDTEAM_PLANT": plant, "WORLD_SIZE": str(case.world),
-        "LOCAL_WORLD_SIZE": str(case.world), "PYTHONPATH": str(HERE), "TOKENIZERS_PARALLELISM": "false",
+        "LOCAL_WORLD_SIZE": str(case.world), "PYTHONPATH": f"{HERE}{os.pathsep}{HERE / 'kit' / 'slow_disk'}",
+        "HELD": str(root / "held"), "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     ranks = []
     for rank in range(case.world):

@@ -190,6 +190,12 @@ class Fault:
 
         self._later(heal)
 
+    def _storage_slow(self) -> None:
+        """What keepers write is on the disk only when it is over (`kit/slow_disk`): slots are taken for as long."""
+        held = Path(os.environ["HELD"])
+        held.touch()
+        self._later(lambda: held.unlink(missing_ok=True))
+
     def _keeper_frozen(self) -> None:
         os.kill(self._keeper, signal.SIGSTOP)
         self._later(lambda: os.kill(self._keeper, signal.SIGCONT))

@@ -301,6 +301,7 @@ class Checkpointer:
         run.lower.before(run, step)
         run.recorder.step(step)
         run.at(step)
+        run.link.went_on(run.job.version(step))
         heartbeat.at_step(step)
         self._hear_due(run)
         self._make_up(run)
@@ -373,7 +374,7 @@ class Checkpointer:
         for handle in run.recent:
             if handle.version == run.due and handle.level is not Level.DURABLE and not handle.given_up:
                 handle.level = Level.DURABLE
-                run.durables.add(handle)
+                run.durables.add(handle, asked=False)
 
     @staticmethod
     def _make_up(run: Run) -> None:
@@ -437,7 +438,8 @@ class Checkpointer:
             timeout_s: seconds; the setting `close_timeout_s` by default.
 
         Raises:
-            LevelNotReached: names every version that is not, since the last call, with the reason.
+            LevelNotReached: names every version that is not, since the last call, with the reason. One that only the cadence
+                asked for is named no more once a later one is durable.
         """
         if self.off or self._again is not None:
             return
@@ -485,6 +487,9 @@ class Checkpointer:
     @heartbeat.phase(Phase.SAVING)
     def close(self) -> None:
         """Makes the last step durable and leaves. Every rank calls it. Calling it again does nothing.
+
+        A last step that was due is stored as it was. One that was not is saved here, and what no optimizer owns (random numbers,
+        positions in the data, running means) is then what it is at this call; `save_last` behind the step leaves no time between.
 
         If an optimizer made a step after the last one that was reported, or somebody wrote other weights, its state is not
         here any more. Then the newest version that was saved is made durable, and the log says at level ERROR what that leaves out.
@@ -817,7 +822,7 @@ class Checkpointer:
         self._unclosed.saved(run)
         run.survivor.let_go()
         if durable:
-            run.durables.add(handle, also_to)
+            run.durables.add(handle, also_to, asked=why is not Waits.DUE)
         run.schedule.saved(step, durable=durable)
         return handle
 
@@ -854,7 +859,7 @@ class Checkpointer:
         """
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
-        direct, last, changed = run.saver.memory is None, run.last, run.changed
+        direct, last, changed = run.saver.memory is None, run.last, self._why_changed(run)
         if changed:
             run.lower.stays_away(run)
         given_up = last.given_up if last is not None else ""
@@ -889,6 +894,19 @@ class Checkpointer:
             why = f"{changed} after it was reported; {remedy}" if changed else given_up
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
         return True
+
+    @staticmethod
+    def _why_changed(run: Run) -> str:
+        """Return why this rank does not hold the last step any more, or another one where all save straight to storage, or none.
+
+        Collective there, if the last step is not saved yet.
+        """
+        changed, last = run.changed, run.last
+        is_saved = last is not None and not last.given_up and last.version.step >= run.state_step
+        if run.saver.memory is not None or is_saved or run.state_step < 0:
+            return changed
+        told = enumerate(collectives.gather_json(run.job.group, changed))
+        return changed or next((f"rank {rank}: {why}" for rank, why in told if why), "")
 
     def _wait_for(self, run: Run, last: SaveHandle) -> SaveHandle:
         """Wait until a version is durable: the last one, or the next older one that is whole where another rank abandoned it."""

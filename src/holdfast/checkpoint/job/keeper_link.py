@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.base.config import Config
@@ -90,11 +91,18 @@ class Unannounced:
             self._versions.remove(found)
         return found is not None
 
-    def announce(self, client: KeeperClient) -> None:
-        """Tells what was given up meanwhile; the others hold those versions in slots that they cannot reuse before."""
-        while self._versions:
-            client.abandon(*self._versions[0])
-            self._versions.popleft()
+    def announce(self, client: KeeperClient, before: Version | None = None) -> None:
+        """Tells what was given up meanwhile; the others hold those versions in slots that they cannot reuse before.
+
+        Args:
+            client: who is told.
+            before: only older ones, for this one may be come back to.
+        """
+        for told in tuple(self._versions):
+            if before is None or told[0] < before:
+                client.abandon(*told)
+                with suppress(ValueError):  # another thread has just told it
+                    self._versions.remove(told)
 
 
 class KeeperLink:
@@ -247,6 +255,10 @@ class KeeperLink:
                 logger.warning("the memory level is back: the keeper of this node answers again")
                 self._events.emit("memory_level_back", rank=self._rank, pid=client.welcome.pid)
                 return
+
+    def went_on(self, version: Version) -> None:
+        """Training is at `version`: nobody comes back to what was given up before it, and other ranks need not wait."""
+        self._note("what was given up", lambda client: self.unannounced.announce(client, version))
 
     def note_cadence(self, reason: str) -> None:
         """Note how often this rank saves, and why, for `holdfast status`."""

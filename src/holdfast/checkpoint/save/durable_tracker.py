@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.05
 # Of saves that do not become durable one is told of at level WARNING within this time, for the next has the same reason.
 TELL_EVERY_S = 10.0
-# Saves that did not become durable, as `flush` names them; none once a later one is.
+# Saves that did not become durable, as `flush` names them; one that only the cadence asked for no more once a later one is.
 MAX_FAILED = 16
 JOIN_TIMEOUT_S = 10.0
 
@@ -43,6 +43,7 @@ class _Awaited:
 
     Attributes:
         places: further ones, each with its copy once that was started.
+        asked: by the script, and not only by the cadence.
         stamp: what the version is held with; empty if it is not.
         unheld: it could not be held, which was said.
         is_durable: at its own place; it stays so, whatever becomes of the keeper that said it.
@@ -52,6 +53,7 @@ class _Awaited:
     handle: SaveHandle
     deadline_s: float
     places: dict[str, PlaceCopy | None]
+    asked: bool = False
     stamp: str = ""
     unheld: bool = False
     is_durable: bool = False
@@ -95,21 +97,22 @@ class DurableTracker:
         self._further = further
         self._timeout_s = timeout_s
         self._awaited: OrderedDict[Version, _Awaited] = OrderedDict()
-        self._failed: OrderedDict[Version, str] = OrderedDict()
+        self._failed: OrderedDict[Version, tuple[_Awaited, str]] = OrderedDict()
         self._changed = threading.Condition()
         self._marking = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._warned_s = -TELL_EVERY_S
 
-    def add(self, handle: SaveHandle, also_to: Sequence[str] = ()) -> None:
-        """A save was asked for at the durable level. Asked again it only may be wanted at more places."""
+    def add(self, handle: SaveHandle, also_to: Sequence[str] = (), *, asked: bool = True) -> None:
+        """A save was asked for at the durable level. Asked again it only may be wanted at more places. `asked`: by the script."""
         with self._changed:
             known = self._awaited.get(handle.version)
             if known is None or known.is_decided:
                 known = self._awaited[handle.version] = _Awaited(handle, time.monotonic() + self._timeout_s, {})
             elif known.handle.given_up:
                 known.handle = handle
+            known.asked |= asked
             for place in also_to if self._further is not None else ():
                 known.places.setdefault(place, None)
             if self._thread is None and not self._closed:
@@ -132,14 +135,15 @@ class DurableTracker:
         the time is no error: the version is durable.
 
         Raises:
-            LevelNotReached: names all that are not durable, or not at all places, each with the reason.
+            LevelNotReached: names all that are not durable, or not at all places, each with the reason. Not those that
+                only the cadence asked for, if a later one is.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             wanted = set(self._awaited)
             while self._awaited.keys() & wanted and time.monotonic() < deadline:
                 self._changed.wait(min(0.5, max(0.0, deadline - time.monotonic())))
-            missing = dict(self._failed)
+            missing = {version: why for version, (_, why) in self._failed.items()}
             self._failed.clear()
             for version in sorted(self._awaited.keys() & wanted):
                 item = self._awaited[version]
@@ -249,9 +253,13 @@ class DurableTracker:
         """It is decided, and told of."""
         version = item.handle.version
         self._release(item)
-        if why:
-            with self._changed:
-                self._failed[version] = why
+        with self._changed:
+            if item.is_durable:
+                over = [failed for failed, (it, _) in self._failed.items() if failed < version and not it.asked]
+                for failed in (*over, version):
+                    self._failed.pop(failed, None)
+            if why:
+                self._failed[version] = item, why
                 while len(self._failed) > MAX_FAILED:
                     self._failed.popitem(last=False)
         self._tell(item, why)

@@ -2,7 +2,7 @@
 
 What an optimizer owns stays as it is until its next step, and whoever comes back asks whether it did. All else goes on: random numbers,
 positions in the data, running means of a last evaluation. Of that, small tensors are set aside; the larger ones are looked at, and a
-version of which one was written is refused. So no version has tensors of two moments. Used by `checkpoint.save.memory_saver`.
+version of which one was written is not come back to. So no version has tensors of two moments. Used by `checkpoint.save.memory_saver`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.entries.types import Gathered, LiveTensors
 from holdfast.checkpoint.survivors.seen_tensors import SeenTensors
 from holdfast.core.model import Version
@@ -67,16 +66,14 @@ class LeftOutSaves:
         self._last.larger.look(version.step)
 
     def as_it_was(self, version: Version) -> Gathered | None:
-        """Return the state of a version that is come back to; None if it was not left out.
+        """Return the state of a version that is come back to; None if it was not left out."""
+        return self._last.gathered if self._last is not None and self._last.version == version else None
 
-        Raises:
-            LevelNotReached: what was not set aside was written since.
-        """
+    def why_changed(self, version: Version) -> str:
+        """Return why a version cannot be come back to, beside what an optimizer owns; empty if it can, or was not left out."""
         if self._last is None or self._last.version != version:
-            return None
-        if why := self._last.larger.why_written("tensors that no optimizer owns"):
-            raise LevelNotReached(f"{why} since it was left out")
-        return self._last.gathered
+            return ""
+        return self._last.larger.why_written("tensors that no optimizer owns")
 
     def add(self, version: Version, reason: str) -> None:
         """A save found no slot; the first one since one did says so, if that was not said a moment ago."""

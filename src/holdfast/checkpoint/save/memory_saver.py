@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -120,6 +121,9 @@ class Saver:
 
     Args:
         topology: who runs where.
+
+    Attributes:
+        left_out: saves that found no slot in time.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class Saver:
         self._slots_until_s = 0.0
         self._patience = SlotPatience(config.begin_timeout_s, config.close_timeout_s)
         self._patience_s = config.begin_timeout_s  # of the save that runs
-        self._left_out = LeftOutSaves()
+        self.left_out = LeftOutSaves()
         self._widened: Reservation | None = None
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
@@ -223,7 +227,7 @@ class Saver:
 
     def _ask_for_slots(
         self, client: KeeperClient, plan: Plan, num_bytes: int, gathered: Gathered, *, put_off: bool = False
-    ) -> None:
+    ) -> Reservation:
         """All that is planned, from the budget now, and in the background from the kernel; `put_off`: once it is waited for."""
         on = _device_in(gathered)
 
@@ -237,6 +241,7 @@ class Saver:
         self._reservation = Reservation(client, num_bytes, self._config.num_slots, came)
         if not put_off:
             self._reservation.begin(self._link.behind)
+        return self._reservation
 
     def _ask_again(self, client: KeeperClient) -> None:
         """The keeper that made slots for us died before all were there: the next one makes the rest."""
@@ -289,12 +294,7 @@ class Saver:
     def _widen(self) -> None:
         """Saves find no slot: there may be one more, if that was not asked for before."""
         reservation = self._reservation
-        if (
-            self._left_out.num
-            and reservation is not None
-            and reservation.may_widen
-            and self._widened is not reservation
-        ):
+        if self.left_out.num and reservation is not None and reservation.may_widen and self._widened is not reservation:
             self._widened = reservation
             self._link.behind(reservation.widen, "holdfast slot")
 
@@ -319,7 +319,7 @@ class Saver:
             plan = structure.plan(structure.encode(gathered))
             reservation = self._reservation
             if plan.num_bytes > self._reserved:
-                self._grow(client, plan.num_bytes + SPARE_BYTES, gathered)
+                self._grow(client, plan, gathered)
             elif reservation is not None and not reservation.is_complete:
                 if reservation.is_dead:
                     self._ask_for_slots(client, plan, self._reserved, gathered)
@@ -409,16 +409,21 @@ class Saver:
             what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
             raise LevelNotReached(what)
         self._growing = False
-        self._need_slot(client)
         self._pay()
         self._look_for_graphs()
         steps = self.fence.num_steps
         within = self.fence.under_way()
         if self.fence.is_void(steps, others_within=bool(within - {threading.get_ident()})):
             raise LevelNotReached(STEPPED)
-        gathered = self._left_out.as_it_was(handle.version) or self._state.gather()
+        gathered = self.left_out.as_it_was(handle.version) or self._state.gather()
         if not self._pinned_writes.end(gathered, self._config.close_timeout_s):
             raise LevelNotReached(BEHIND)
+        try:
+            with self._held_up(why):
+                self._need_slot(client)
+        except NoSlotYet:
+            self.left_out.keep(handle.version, gathered)
+            raise
         self.fence.begin()
         structure = self._structure_of(gathered, client)
         spots = self._shared.words(handle.version.step)
@@ -461,17 +466,23 @@ class Saver:
 
     def _open_now(self, taken: _Taken) -> SlotView:
         """A slot for the version while the step waits."""
+        with self._held_up(taken.why):
+            return self._open(taken, self._grow, self._slot_patience_s)
+
+    @contextmanager
+    def _held_up(self, why: Waits) -> Iterator[None]:
+        """Count what is waited for within, where the cadence asked for the save: it holds the step up."""
         began = time.monotonic()
         try:
-            return self._open(taken, self._grow, self._slot_patience_s)
+            yield
         finally:
-            if taken.why is Waits.DUE:
+            if why is Waits.DUE:
                 self._patience.spend(time.monotonic() - began)
 
     def _open(
         self,
         taken: _Taken,
-        grow: Callable[[KeeperClient, int, Gathered], object],
+        grow: Callable[[KeeperClient, Plan, Gathered], object],
         timeout_s: float,
         *,
         anew: bool = False,
@@ -484,7 +495,7 @@ class Saver:
         values = structure.encode(taken.gathered)
         plan = structure.plan(values)
         if plan.num_bytes > self._reserved:
-            grow(client, plan.num_bytes + SPARE_BYTES, taken.gathered)
+            grow(client, plan, taken.gathered)
         self._link.unannounced.announce(client)
         version, told = taken.handle.version, list[Begun]()
         try:
@@ -493,12 +504,12 @@ class Saver:
                 told=told.append, comes_back=taken.why is Waits.DUE,
             )  # fmt: skip
         except NoSlotYet:
-            self._left_out.keep(version, taken.gathered)
+            self.left_out.keep(version, taken.gathered)
             raise
         except KeeperLost:
             self._link.heard_nothing(client)
             raise
-        self._left_out.found()
+        self.left_out.found()
         view = self._view(slot, plan)
         known = stands(view, client, told[-1])
         view.known = {} if anew else known
@@ -697,7 +708,7 @@ class Saver:
             view = self._views[id(slot)] = SlotView(slot, plan)
         return view
 
-    def _grow(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> None:
+    def _grow(self, client: KeeperClient, plan: Plan, gathered: Gathered) -> None:
         """Larger slots in the middle of training: a keeper that takes long, or is frozen, holds a step up for a moment.
 
         Raises:
@@ -705,11 +716,11 @@ class Saver:
         """
         self.fence.release()
         timeout_s = self._least_s
-        if not self.fence.run(lambda: self._prepare(client, num_bytes, gathered), timeout_s):
+        if not self.fence.run(lambda: self._prepare(client, plan, gathered), timeout_s):
             self._growing = True
             raise LevelNotReached(f"the state outgrew its slots, and larger ones take longer than {timeout_s:g} s")
 
-    def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
+    def _prepare(self, client: KeeperClient, plan: Plan, gathered: Gathered) -> None:
         self._last_late = None
         if self._reservation is not None:
             self._reservation.close(DRAIN_S)
@@ -718,21 +729,18 @@ class Saver:
         if not self._streams.unpin(DRAIN_S):
             raise LevelNotReached("a device does not finish what it writes to the former slots")
         try:
-            slots = client.prepare(num_bytes, self._config.num_slots)
+            made = self._ask_for_slots(client, plan, plan.num_bytes + SPARE_BYTES, gathered, put_off=True)
+            made.begin(lambda work, _: work())
+            if made.fault is not None:
+                raise made.fault
         except MemoryRefused as error:
             self.refused = str(error)
             raise
         self.refused = ""
-        self._reserved = min(slot.num_bytes for slot in slots)
-        on = _device_in(gathered)
-        if on is not None:
-            for slot in slots:
-                self._streams.pin(slot, on)
-        return slots
 
     def _leave_out(self, handle: SaveHandle, reason: str) -> None:
         """No slot became free in time for what was due. Nobody is told yet: at the end the step may be saved after all."""
-        self._left_out.add(handle.version, reason)
+        self.left_out.add(handle.version, reason)
         self._events.count("saves_left_out")
         handle.give_up(reason)
         self._link.unannounced.add(handle.version, reason)
