@@ -24,6 +24,7 @@ from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import wait_ended
 from kit.checkpointers import Make, Trainee, kill_keeper
 from kit.late_copies import Held, fill, trusted
+from sample_kit import sampled
 
 
 def stored(tmp_path: Path) -> list[Version]:
@@ -53,7 +54,7 @@ def step_again(trainee: Trainee) -> None:
 CHANGES = [load_best, fill, exchange, halve, step_again]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", sampled(CHANGES, load_best, step_again))
 def test_what_came_after_the_last_step_is_not_saved_as_its_state(
     make: Make,
     tmp_path: Path,
@@ -133,7 +134,7 @@ def test_a_state_that_came_back_from_memory_and_changed_is_no_end_in_silence(
     assert stored(tmp_path) == [Version(3, 2)]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", sampled(CHANGES, load_best, step_again))
 def test_where_nothing_can_be_made_durable_close_says_so(
     make: Make,
     tmp_path: Path,
@@ -247,7 +248,9 @@ CHILD_VERBS: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*CHILD_ENDS, *CHILD_VERBS])
+@pytest.mark.parametrize(
+    "what", sampled([*CHILD_ENDS, *CHILD_VERBS], "closes", "leaves the block", "saves", "restores")
+)
 def test_a_forked_child_ends_nothing_of_its_parent(make: Make, what: str) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
@@ -324,7 +327,7 @@ def ended(tmp_path: Path, how: str) -> tuple[list[forked.Popen], list[tuple[str,
     return ranks, said
 
 
-@pytest.mark.parametrize("how", ["close", "last", "told"])
+@pytest.mark.parametrize("how", sampled(["close", "last", "told"], "last"))
 def test_the_last_save_waits_for_its_slot_longer_than_others(make: Make, tmp_path: Path, how: str) -> None:
     """Nothing is held up by it, and its state is gone afterwards: another rank may be seconds behind."""
     ranks, said = ended(tmp_path, how)

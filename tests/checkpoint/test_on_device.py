@@ -72,7 +72,7 @@ ALONE = {
     "a_faulted_device_gives_versions_up_and_raises_nothing_of_ours": True,
     "a_step_in_a_graph_is_captured_and_never_copied_late": False,
     "a_restore_queues_its_chunks_and_is_proven": False,
-    "what_is_read_from_storage_goes_straight_to_the_device": False,
+    "what_is_read_from_storage_goes_straight_to_the_device": True,
 }
 
 # What is taken out, the case that finds it, and what that says.

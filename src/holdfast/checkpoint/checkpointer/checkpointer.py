@@ -289,7 +289,8 @@ class Checkpointer:
         if reason is not None:
             raise UsageError(reason.what, remedy=reason.remedy)
         run.state.carried.give(step, carry)
-        run.accumulation.look(step, run.state.optimizers, run.saver.fence.num_steps, sys._getframe(1))
+        run.state.gradients.note()
+        run.accumulation.look(step, lambda: run.state.gradients.why_lost, run.saver.fence.num_steps, sys._getframe(1))
         if self._proof is not None:
             self._proof.made(step, sys._getframe(1))
         with torch.inference_mode(False):  # an evaluation may be around it
@@ -416,6 +417,7 @@ class Checkpointer:
             return never(step, wanted, "the first steps are made again")
         run, step = self._running(), whole_number(step)
         run.state.carried.require(step)
+        run.state.gradients.note()
         with self._saves:
             if run.last is not None and step < run.last.version.step:
                 raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
