@@ -40,7 +40,7 @@ def main() -> None:
             root,
             model=model,
             optimizer=optimizer,
-            config=holdfast.Config(node_label=f"node{rank}", durable_every="2", **given),
+            config=holdfast.Config(node_label=f"node{rank}", durable_every="2", linger_s=1.0, **given),
         )
         facts["start"] = start = checkpointer.restore()
         for step in range(start, start + 4):
