@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ class Loop:
 def test_gradients_that_were_used_up_cost_nothing(
     make: Make, monkeypatch: pytest.MonkeyPatch, level: str, clear: str, none: bool
 ) -> None:
-    monkeypatch.setattr(living_gradients, "copied", None)
+    monkeypatch.setattr(carried_tensors, "packed", None)
     monkeypatch.setattr(living_gradients, "why_not", None)
     loop = Loop(turns=1, clear=clear, none=none)
     budget = {"memory_budget": "1KB"} if level == "storage" else {}
@@ -154,7 +155,80 @@ def test_gradients_that_were_used_up_cost_nothing(
     for number in range(4):
         loop.run(number, number + 1, checkpointer)
         gathered = checkpointer._run.state.gather()
-        assert not [name for group in gathered.values.values() for name in group if "gradients" in name]
+        assert not [name for name in gathered.tensors if name.startswith("gradients")]
+        named = [name for group in gathered.values.values() for name in group if "gradients" in name]
+        assert not named or number == 0 or not none  # only names, where a later step may find the gradients in place
+
+
+class Heads(torch.nn.Module):
+    """A body and two heads, of which every second step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = torch.nn.Linear(8, 8)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(8, 1) for _ in range(2))
+
+    def forward(self, number: int) -> torch.Tensor:
+        return self.heads[number % 2](self.body(torch.full((4, 8), float(number % 5)))).square().mean()
+
+
+def in_place(net: Heads, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    net(number).backward()
+    optimizer.step()
+
+
+def by_data(net: Heads, optimizer: torch.optim.Optimizer, number: int) -> None:
+    net(number).backward()
+    optimizer.step()
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+
+
+def clipped(net: Heads, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    net(number).backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+    optimizer.step()
+
+
+def by_hand(net: Heads, _: torch.optim.Optimizer, number: int) -> None:
+    net(number).backward()
+    for parameter in net.parameters() if number % 4 == 3 else ():
+        if parameter.grad is not None:
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 5])
+@pytest.mark.parametrize("turn", [in_place, by_data, clipped, by_hand])
+def test_gradients_that_are_read_beside_those_of_the_next_step_are_as_they_were(
+    make: Make, turn: Callable[[Heads, torch.optim.Optimizer, int], None], at: int
+) -> None:
+    def begin() -> tuple[Heads, torch.optim.Optimizer, dict[str, Any]]:
+        net = Heads()
+        parameters = net.heads.parameters() if turn is clipped else net.parameters()
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
+        return net, optimizer, {"model": net} | ({} if turn is by_hand else {"optimizer": optimizer})
+
+    whole, optimizer, _ = begin()
+    for number in range(12):
+        turn(whole, optimizer, number)
+    net, optimizer, objects = begin()
+    checkpointer: Any = make(every="1", **objects)
+    checkpointer.restore()
+    for number in range(at + 1):
+        turn(net, optimizer, number)
+        checkpointer.step(number)
+    checkpointer.close()
+    net, optimizer, objects = begin()
+    checkpointer = make(every="1", **objects)
+    assert checkpointer.restore() == at + 1
+    for number in range(at + 1, 12):
+        turn(net, optimizer, number)
+    assert all(map(torch.equal, net.parameters(), whole.parameters()))
 
 
 @pytest.mark.parametrize("at", [3, 5])

@@ -7,6 +7,9 @@ clears them, and nothing of them is saved.
 The two are told apart by a look behind each optimizer step: which tensor the gradient of each parameter is, and how often torch has
 counted a write to it. A gradient of which both are still so when a step is reported was used up. Any other lives.
 
+One that was used up and is the same tensor from step to step is cleared in place. Of it a version has the name: it comes back as
+zero. A parameter with a gradient of zero is stepped by decay and momentum, and one with none is not.
+
 MUST NOT hold a gradient: its memory is the script's to free.
 """
 
@@ -61,6 +64,9 @@ class GradientsPart(TransientPart):
         self._optimizers, self._modules = optimizers, modules
         self._units: Sequence[Any] = ()  # that `fully_shard` was called with
         self._used: dict[int, _Seen] = {}  # by a parameter's id: its gradient as its last step left it
+        self._stays: set[int] = set()  # ids of parameters whose gradient is not known to be made anew for each step
+        self._others: list[weakref.ref[torch.Tensor]] = []  # parameters of the models that no optimizer steps
+        self._zero: list[str] = []  # names of parameters whose gradient was used up and is there, as it was reported
         self._living: dict[
             str, tuple[torch.Tensor, _Seen]
         ] = {}  # by number: a parameter, its gradient as it was reported
@@ -74,21 +80,39 @@ class GradientsPart(TransientPart):
             each for module in self._modules() for each in module.modules() if living_gradients.is_sharded(each)
         ]
         self._names = {key: owner.entry for key, owner in out.owners.items()}
+        stepped = {
+            id(p) for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]
+        }
+        others = (p for module in self._modules() for p in module.parameters() if id(p) not in stepped)
+        self._others = [weakref.ref(p) for p in others]
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._used.update({id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None})
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            key, grad = id(parameter), parameter.grad
+            if grad is None:
+                continue
+            if (before := self._used.get(key)) is None or before[0]() is grad:
+                self._stays.add(key)
+            else:
+                self._stays.discard(key)
+            self._used[key] = _seen(grad)
 
     def note(self) -> None:
         """A step is reported now: finds what lives."""
-        self._living = {}
+        self._living, self._zero = {}, []
         if self.off:
             return
         used = self._used.get
         for number, (key, parameter) in enumerate(self._parameters().items()):
-            if (grad := parameter.grad) is not None and not _is(grad, used(key)):
+            if (grad := parameter.grad) is None:
+                continue
+            if not _is(grad, used(key)):
                 self._living[str(number)] = parameter, _seen(grad)
+            elif key in self._stays and key in self._names and living_gradients.may_be_zero(parameter, grad):
+                self._zero.append(self._names[key])
+        if self._zero and any(map(fsdp1.units_of, self._modules())):
+            self._zero = []
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
 
     @property
@@ -116,10 +140,10 @@ class GradientsPart(TransientPart):
         """Adds copies of what lives, each rank its own; or why that is lost."""
         if why := self.why_lost:
             out.value(self.name, {_LOST: why})
-        elif self._living:
+        elif self._living or self._zero:
             living = {number: parameter for number, (parameter, _) in self._living.items()}
             of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
-            out.transient(self.name, {"of": of, "gradients": living_gradients.copied(living)})
+            out.transient(self.name, {"of": of, "gradients": living_gradients.copied(living), "zero": self._zero})
 
     def plan(self, loading: Loading) -> None:
         """Claims it if it is there. What another rank, or this one in another layout, had of other parts is left."""
@@ -144,6 +168,10 @@ class GradientsPart(TransientPart):
         for parameter, _ in self._living.values():
             living_gradients.clear(parameter)
         living_gradients.put(list(self._parameters().values()), saved.get("gradients", {}))
+        zero = set(saved.get("zero", ()))
+        for key, parameter in self._parameters().items():
+            if parameter.grad is None and self._names.get(key) in zero:
+                living_gradients.put_zero(parameter)
         self.note()
 
     def _place(self, parameter: torch.Tensor, layouts: Layouts) -> list[Any]:
@@ -156,9 +184,11 @@ class GradientsPart(TransientPart):
         return [self._names.get(id(parameter), ""), shape, cut, layouts.rank, len(layouts.everyone)]
 
     def _parameters(self) -> dict[int, torch.Tensor]:
-        """Returns the parameters that are stepped, by id."""
+        """Returns the parameters that are stepped, and behind them those of the models that are not, by id."""
         groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
-        return {id(parameter): parameter for group in groups for parameter in group["params"]}
+        found = {id(parameter): parameter for group in groups for parameter in group["params"]}
+        found.update({id(parameter): parameter for each in self._others if (parameter := each()) is not None})
+        return found
 
 
 def _seen(grad: torch.Tensor) -> _Seen:

@@ -46,7 +46,11 @@ def packed(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> 
 def copied(parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Returns copies of gradients that can be carried; of one in host memory that is zero, only that it is there."""
     grads = {name: local_of(p.grad) for name, p in parameters.items() if p.grad is not None}
-    zero = {name for name, grad in grads.items() if grad.is_cpu and not grad.count_nonzero()}
+    zero = {
+        name
+        for name, grad in grads.items()
+        if grad.is_cpu and may_be_zero(parameters[name], grad) and not grad.count_nonzero()
+    }
     return {name: {} if name in zero else carried_tensors.packed(grad) for name, grad in grads.items()}
 
 
@@ -135,12 +139,29 @@ def put(parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
         if one is None:
             clear(parameter)
             continue
-        grad = carried_tensors.unpacked(one) if one else torch.zeros_like(local_of(parameter).detach())
-        if isinstance(parameter, DTensor):
-            grad = DTensor.from_local(
-                grad, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-            )
-        parameter.grad = grad
+        if one:
+            _give(parameter, carried_tensors.unpacked(one))
+        else:
+            put_zero(parameter)
+
+
+def may_be_zero(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Tell whether a gradient would be that of `put_zero`, but for its numbers."""
+    local = local_of(grad)
+    return type(local) is torch.Tensor and local.layout is torch.strided and local.dtype == parameter.dtype
+
+
+def put_zero(parameter: torch.Tensor) -> None:
+    """Gives a parameter a gradient that is zero."""
+    _give(parameter, torch.zeros_like(local_of(parameter).detach()))
+
+
+def _give(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        grad = DTensor.from_local(
+            grad, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+    parameter.grad = grad
 
 
 @torch.no_grad()
