@@ -155,6 +155,8 @@ def test_gradients_that_were_used_up_cost_nothing(
         loop.run(number, number + 1, checkpointer)
         gathered = checkpointer._run.state.gather()
         assert not [name for group in gathered.values.values() for name in group if "gradients" in name]
+    assert not checkpointer._run.state.gradients._uncleared
+    assert not any(parameter._backward_hooks for parameter in loop.model.parameters())
 
 
 @pytest.mark.parametrize("at", [3, 5])
@@ -168,6 +170,21 @@ def test_what_lives_here_gives_way_to_what_lived_in_the_version_that_is_gone_bac
     loop.run(at + 1, 7)  # which is not reported
     assert checkpointer.restore(version) == at + 1
     assert all(map(torch.equal, loop.run(at + 1, 12, checkpointer), whole))
+
+
+def test_gradients_that_a_script_never_clears_live_on(make: Make) -> None:
+    whole = Loop(clear="never").run(0, 24)
+    loop = Loop(clear="never")
+    checkpointer = loop.kept(make, every="0")
+    loop.run(0, 12, checkpointer)  # in which it was seen
+    checkpointer.close()
+    for begin, end in ((12, 16), (16, 24)):
+        again = Loop(clear="never")
+        checkpointer = again.kept(make, every="0")
+        assert checkpointer.last_restore.version.step == begin - 1
+        ended = again.run(begin, end, checkpointer)
+        checkpointer.close()
+    assert all(map(torch.equal, ended, whole))
 
 
 def test_a_version_that_lacks_gradients_says_so_when_it_is_restored(

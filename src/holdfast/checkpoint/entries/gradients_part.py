@@ -7,6 +7,9 @@ clears them, and nothing of them is saved.
 The two are told apart by a look behind each optimizer step: which tensor the gradient of each parameter is, and how often torch has
 counted a write to it. A gradient of which both are still so when a step is reported was used up. Any other lives.
 
+A script may also never clear what was used. Where a gradient is the same tensor at two optimizer steps, it is looked at once more,
+when the next backward pass begins to add to it: if nobody has written to it by then, all gradients live from there on.
+
 MUST NOT hold a gradient: its memory is the script's to free.
 """
 
@@ -65,6 +68,7 @@ class GradientsPart(TransientPart):
             str, tuple[torch.Tensor, _Seen]
         ] = {}  # by number: a parameter, its gradient as it was reported
         self._names: dict[int, str] = {}  # of parameters, by id
+        self._asked = self._uncleared = False  # whether the script clears what was used; what came of it
         self._unreduced = False
         self._left = ""
 
@@ -78,7 +82,10 @@ class GradientsPart(TransientPart):
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._used.update({id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None})
+        used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
+        if not self._asked and used:
+            self._ask(next(p for p in parameters if id(p) in used))
+        self._used.update(used)
 
     def note(self) -> None:
         """A step is reported now: finds what lives."""
@@ -87,7 +94,7 @@ class GradientsPart(TransientPart):
             return
         used = self._used.get
         for number, (key, parameter) in enumerate(self._parameters().items()):
-            if (grad := parameter.grad) is not None and not _is(grad, used(key)):
+            if (grad := parameter.grad) is not None and (self._uncleared or not _is(grad, used(key))):
                 self._living[str(number)] = parameter, _seen(grad)
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
 
@@ -119,7 +126,8 @@ class GradientsPart(TransientPart):
         elif self._living:
             living = {number: parameter for number, (parameter, _) in self._living.items()}
             of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
-            out.transient(self.name, {"of": of, "gradients": living_gradients.copied(living)})
+            tree = {"of": of, "gradients": living_gradients.copied(living), "uncleared": self._uncleared}
+            out.transient(self.name, tree)
 
     def plan(self, loading: Loading) -> None:
         """Claims it if it is there. What another rank, or this one in another layout, had of other parts is left."""
@@ -140,11 +148,29 @@ class GradientsPart(TransientPart):
             logger.warning("gradients were being added up when this version was saved, and are lost: %s", why)
         if self.off:
             return
+        self._uncleared = saved.get("uncleared", self._uncleared)
         self.note()
         for parameter, _ in self._living.values():
             living_gradients.clear(parameter)
         living_gradients.put(list(self._parameters().values()), saved.get("gradients", {}))
         self.note()
+
+    def _ask(self, parameter: torch.Tensor) -> None:
+        """Looks, when the next backward pass comes to a parameter, whether its gradient is as its optimizer's step left it."""
+        before = self._used.get(id(parameter))
+        if before is None or before[0]() is not parameter.grad or not parameter.requires_grad:
+            return
+        self._asked = True
+
+        def look(_: torch.Tensor) -> None:
+            handle.remove()
+            if parameter.grad is not None and _is(parameter.grad, self._used.get(id(parameter))):
+                self._uncleared = True
+                logger.info(
+                    "this script does not clear gradients that an optimizer's step has used: versions have them"
+                )
+
+        handle = parameter.register_hook(look)
 
     def _place(self, parameter: torch.Tensor, layouts: Layouts) -> list[Any]:
         """Returns what a gradient is of: a parameter, or a part of it, on a rank of a job of so many."""
