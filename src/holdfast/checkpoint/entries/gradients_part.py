@@ -170,7 +170,7 @@ class GradientsPart(TransientPart):
                     "this script does not clear gradients that an optimizer's step has used: versions have them"
                 )
 
-        handle = parameter.register_hook(look)
+        handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
 
     def _place(self, parameter: torch.Tensor, layouts: Layouts) -> list[Any]:
         """Returns what a gradient is of: a parameter, or a part of it, on a rank of a job of so many."""
