@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import forked
-from holdfast.checkpoint.entries import carried_tensors, living_gradients
+from holdfast.checkpoint.entries import carried_tensors, gradients_part, living_gradients
 from kit.checkpointers import Make
 
 WORKER = str(Path(__file__).with_name("accumulation_worker.py"))
@@ -239,3 +239,33 @@ def test_gradients_of_odd_kinds_are_not_carried(make: Make, kind: str) -> None:
             "sparse": "they are sparse, or cut in another way than their parameters",
         }[kind]
     )
+
+
+def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, seen = [], gradients_part._seen
+    monkeypatch.setattr(gradients_part, "SAMPLE", 5)
+    monkeypatch.setattr(gradients_part, "_seen", lambda grad: looks.append(1) or seen(grad))
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(100)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list)
+
+    def turn(*, stepped: bool) -> int:
+        looks.clear()
+        sum(each.sum() for each in parameters).backward()
+        if stepped:
+            optimizer.step()
+            part.stepped(optimizer)
+        part.note()
+        return part.num_bytes
+
+    for turns in range(gradients_part.FULL_EVERY + 1):
+        assert turn(stepped=True) == 0
+        assert len(looks) == (100 if turns < gradients_part.FULL_FIRST or turns == gradients_part.FULL_EVERY else 5)
+        optimizer.zero_grad()
+    assert turn(stepped=False) == 100 * 3 * 4
+    assert turn(stepped=True) == 0
+    parameters[0].grad.mul_(2)
+    part.note()
+    assert part.num_bytes >= 3 * 4

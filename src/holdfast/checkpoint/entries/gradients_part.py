@@ -7,6 +7,10 @@ clears them, and nothing of them is saved.
 The two are told apart by a look behind each optimizer step: which tensor the gradient of each parameter is, and how often torch has
 counted a write to it. A gradient of which both are still so when a step is reported was used up. Any other lives.
 
+Of many parameters a sample is looked at, as long as a step was made since the last report, nothing of the sample lives, and the last
+look at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much is
+saved then, never too little.
+
 A script may also never clear what was used. Where a gradient is the same tensor at two optimizer steps, it is looked at once more,
 when the next backward pass begins to add to it: if nobody has written to it by then, all gradients live from there on.
 
@@ -36,6 +40,10 @@ logger = logging.getLogger(__name__)
 # An object of a class that has this, and it is true, saves gradients in its own state.
 SAVES_THEM = "holdfast_saves_gradients"
 _LOST = "lost"
+# Of an optimizer with more parameters so many are looked at; all of them at every 64th report, and until three found nothing.
+SAMPLE = 512
+FULL_EVERY = 64
+FULL_FIRST = 3
 _Seen = tuple[weakref.ref[torch.Tensor], object]
 
 
@@ -69,6 +77,8 @@ class GradientsPart(TransientPart):
         ] = {}  # by number: a parameter, its gradient as it was reported
         self._names: dict[int, str] = {}  # of parameters, by id
         self._asked = self._uncleared = False  # whether the script clears what was used; what came of it
+        self._sample: dict[int, torch.Tensor] = {}  # by id: those looked at since the last report
+        self._steps = self._reports = self._plain = 0
         self._unreduced = False
         self._left = ""
 
@@ -82,21 +92,38 @@ class GradientsPart(TransientPart):
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._is_quick:
+            parameters = parameters[:: -(-len(parameters) // SAMPLE)]
         used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
         if not self._asked and used:
             self._ask(next(p for p in parameters if id(p) in used))
         self._used.update(used)
+        self._sample.update((id(p), p) for p in parameters)
+        self._steps += 1
 
     def note(self) -> None:
         """A step is reported now: finds what lives."""
-        self._living = {}
+        steps, sample, quick = self._steps, self._sample, self._is_quick
+        self._steps, self._sample, self._living = 0, {}, {}
+        self._reports += 1
         if self.off:
             return
-        used = self._used.get
-        for number, (key, parameter) in enumerate(self._parameters().items()):
-            if (grad := parameter.grad) is not None and (self._uncleared or not _is(grad, used(key))):
-                self._living[str(number)] = parameter, _seen(grad)
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
+        if quick and steps and not any(map(self._lives, sample, sample.values())):
+            return
+        for number, (key, parameter) in enumerate(self._parameters().items()):
+            if (grad := parameter.grad) is not None and self._lives(key, parameter):
+                self._living[str(number)] = parameter, _seen(grad)
+        if steps:
+            self._plain = 0 if self._living else self._plain + 1
+
+    @property
+    def _is_quick(self) -> bool:
+        return self._plain >= FULL_FIRST and self._reports % FULL_EVERY != 0
+
+    def _lives(self, key: int, parameter: torch.Tensor) -> bool:
+        """Return whether the next step reads the gradient of a parameter."""
+        return (grad := parameter.grad) is not None and (self._uncleared or not _is(grad, self._used.get(key)))
 
     @property
     def num_bytes(self) -> int:
