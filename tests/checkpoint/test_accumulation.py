@@ -146,7 +146,7 @@ class Loop:
 def test_gradients_that_were_used_up_cost_nothing(
     make: Make, monkeypatch: pytest.MonkeyPatch, level: str, clear: str, none: bool
 ) -> None:
-    monkeypatch.setattr(living_gradients, "copied", None)
+    monkeypatch.setattr(living_gradients, "as_saved", None)
     monkeypatch.setattr(living_gradients, "why_not", None)
     loop = Loop(turns=1, clear=clear, none=none)
     budget = {"memory_budget": "1KB"} if level == "storage" else {}

@@ -147,13 +147,13 @@ class GradientsPart(TransientPart):
         return living_gradients.why_not([parameter for parameter, _ in self._living.values()], in_buckets=in_buckets)
 
     def report(self, out: Collector) -> None:
-        """Adds copies of what lives, each rank its own; or why that is lost."""
+        """Adds what lives, each rank its own; or why that is lost."""
         if why := self.why_lost:
             out.value(self.name, {_LOST: why})
         elif self._living:
             living = {number: parameter for number, (parameter, _) in self._living.items()}
             of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
-            tree = {"of": of, "gradients": living_gradients.copied(living), "uncleared": self._uncleared}
+            tree = {"of": of, "gradients": living_gradients.as_saved(living), "uncleared": self._uncleared}
             out.transient(self.name, tree)
 
     def plan(self, loading: Loading) -> None:
