@@ -248,24 +248,25 @@ def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(
     monkeypatch.setattr(gradients_part, "SAMPLE", 5)
     monkeypatch.setattr(gradients_part, "_seen", lambda grad: looks.append(1) or seen(grad))
     parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(100)]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list)
+    halves = [torch.optim.SGD(parameters[:50], lr=0.1), torch.optim.SGD(parameters[50:], lr=0.1)]
+    part = gradients_part.GradientsPart("gradients", lambda: halves, list)
 
-    def turn(*, stepped: bool) -> int:
+    def turn(*optimizers: torch.optim.Optimizer) -> int:
         looks.clear()
         sum(each.sum() for each in parameters).backward()
-        if stepped:
+        for optimizer in optimizers:
             optimizer.step()
             part.stepped(optimizer)
         part.note()
-        return part.num_bytes
+        found = part.num_bytes
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return found
 
     for turns in range(gradients_part.FULL_EVERY + 1):
-        assert turn(stepped=True) == 0
-        assert len(looks) == (100 if turns < gradients_part.FULL_FIRST or turns == gradients_part.FULL_EVERY else 5)
-        optimizer.zero_grad()
-    assert turn(stepped=False) == 100 * 3 * 4
-    assert turn(stepped=True) == 0
-    parameters[0].grad.mul_(2)
-    part.note()
-    assert part.num_bytes >= 3 * 4
+        assert turn(*halves) == 0
+        assert len(looks) == (100 if turns < gradients_part.FULL_FIRST or turns == gradients_part.FULL_EVERY else 10)
+    assert turn(halves[0]) >= 50 * 3 * 4, "the other half lives, and what of the first was not looked at may"
+    assert turn(halves[0]) == 50 * 3 * 4
+    assert turn() == 100 * 3 * 4
+    assert turn(*halves) == 0

@@ -7,9 +7,9 @@ clears them, and nothing of them is saved.
 The two are told apart by a look behind each optimizer step: which tensor the gradient of each parameter is, and how often torch has
 counted a write to it. A gradient of which both are still so when a step is reported was used up. Any other lives.
 
-Of many parameters a sample is looked at, as long as a step was made since the last report, nothing of the sample lives, and the last
-look at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much is
-saved then, never too little.
+Of many parameters a sample is looked at, as long as every optimizer made a step since the last report, nothing of the sample lives, and
+the last looks at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much
+is saved then. What a backward pass behind the step gives to parameters outside of the sample alone is found at the next look at all.
 
 A script may also never clear what was used. Where a gradient is the same tensor at two optimizer steps, it is looked at once more,
 when the next backward pass begins to add to it: if nobody has written to it by then, all gradients live from there on.
@@ -78,7 +78,8 @@ class GradientsPart(TransientPart):
         self._names: dict[int, str] = {}  # of parameters, by id
         self._asked = self._uncleared = False  # whether the script clears what was used; what came of it
         self._sample: dict[int, torch.Tensor] = {}  # by id: those looked at since the last report
-        self._steps = self._reports = self._plain = 0
+        self._stepped: set[int] = set()  # optimizers since the last report, by id
+        self._reports = self._plain = 0
         self._unreduced = False
         self._left = ""
 
@@ -99,23 +100,23 @@ class GradientsPart(TransientPart):
             self._ask(next(p for p in parameters if id(p) in used))
         self._used.update(used)
         self._sample.update((id(p), p) for p in parameters)
-        self._steps += 1
+        self._stepped.add(id(optimizer))
 
     def note(self) -> None:
         """A step is reported now: finds what lives."""
-        steps, sample, quick = self._steps, self._sample, self._is_quick
-        self._steps, self._sample, self._living = 0, {}, {}
+        all_stepped = self._stepped.issuperset(map(id, self._optimizers()))
+        sample, quick = self._sample, self._is_quick
+        self._stepped, self._sample, self._living = set(), {}, {}
         self._reports += 1
         if self.off:
             return
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
-        if quick and steps and not any(map(self._lives, sample, sample.values())):
+        if quick and all_stepped and not any(map(self._lives, sample, sample.values())):
             return
         for number, (key, parameter) in enumerate(self._parameters().items()):
             if (grad := parameter.grad) is not None and self._lives(key, parameter):
                 self._living[str(number)] = parameter, _seen(grad)
-        if steps:
-            self._plain = 0 if self._living else self._plain + 1
+        self._plain = self._plain + 1 if all_stepped and not self._living else 0
 
     @property
     def _is_quick(self) -> bool:
