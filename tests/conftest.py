@@ -28,8 +28,9 @@ import device_kit
 import forked
 
 # Property tests have no deadline per example: the machine is shared, and pytest's own limit holds.
-settings.register_profile("shared-machine", deadline=None)
-settings.load_profile("shared-machine")
+# By default they look at half as many examples as with `--slow`, where they say no number of their own.
+settings.register_profile("default", deadline=None, max_examples=50)
+settings.register_profile("slow", deadline=None)
 
 # Keepers that were told to end need a moment to do so; nothing that is healthy needs longer.
 GRACE_S = 10.0
@@ -108,7 +109,7 @@ def signals_as_before() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also run the tests that need more than ten seconds")
+    parser.addoption("--slow", action="store_true", help="also run the tests that are marked slow")
     parser.addoption(
         "--card", default="cuda", help="what tests marked gpu run on; sim: the simulated device, in this process"
     )
@@ -116,6 +117,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_BEHIND] = []
+    settings.load_profile("slow" if config.getoption("--slow") else "default")
     if not hasattr(config, "workerinput"):
         # Where the environment forbids Python to keep compiled files, every keeper would compile holdfast anew: 0.3 s each.
         compileall.compile_dir(SOURCES, quiet=2)
@@ -139,8 +141,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _reasons_to_skip(item: pytest.Item, *, slow: bool, card: str) -> Iterator[str]:
-    if item.get_closest_marker("slow") and not slow:
-        yield "takes more than ten seconds; run with --slow"
+    if (left_out := item.get_closest_marker("slow")) and not slow:
+        yield f"{left_out.kwargs.get('why', 'takes more than ten seconds')}; run with --slow"
     if item.get_closest_marker("root") and os.geteuid() != 0:
         yield "needs root"
     if item.get_closest_marker("gpu") and card == "cuda" and not Path("/dev/nvidiactl").exists():
@@ -154,6 +156,9 @@ def _reasons_to_skip(item: pytest.Item, *, slow: bool, card: str) -> Iterator[st
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     device_kit.prepare(session)
+    # PyTorch and thousands of collected tests stay to the end: whoever looks for garbage need not go through them each time.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -198,6 +203,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("left behind by the tests (this fails the run)", red=True)
         for line in left:
             terminalreporter.line(line)
+
+
+@pytest.fixture(scope="module")
+def without_collector() -> Iterator[None]:
+    """Trees of all sources are large: looking through them for garbage takes longer than making them."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

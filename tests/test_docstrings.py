@@ -11,6 +11,8 @@ import typer
 from holdfast.cli.cli import app
 
 SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
+
+pytestmark = pytest.mark.usefixtures("without_collector")
 NEVER = {
     "As", "By", "For", "From", "How", "If", "In", "Of", "To", "What", "When", "Where", "Whether", "Which", "Who", "Whose",
     "Whatever", "Whoever", "Why", "With",

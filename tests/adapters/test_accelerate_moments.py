@@ -19,7 +19,7 @@ import torch
 from holdfast.adapters.hf_parts.accelerate_loaders import Loaders
 from holdfast.adapters.huggingface import _refuse_local_sgd
 from holdfast.base.errors import UsageError
-from holdfast.checkpoint.usage import carried_tensors
+from holdfast.checkpoint.entries import carried_tensors
 from stories_kit import (
     WHOM,
     Stories,

@@ -28,6 +28,7 @@ from holdfast.adapters.mindspore.strategy import (
     encode_strategy,
 )
 from holdfast.base.errors import CorruptError, UsageError
+from sample_kit import MORE
 
 STAGES = SAMPLES / "stages"
 
@@ -150,6 +151,7 @@ def test_what_is_no_layout_is_refused(bad: dict[str, object]) -> None:
         Layout(**bad)  # type: ignore[arg-type]
 
 
+@MORE
 def test_a_job_of_many_parameters_fits_into_a_file(tmp_path: Path) -> None:
     layouts = [Layout((8, 2), (axis, -1), 2, 4) for axis in (0, -1)]
     names = [f"backbone.blocks.layers.{i}.attention.projection.weight" for i in range(60_000)]

@@ -15,6 +15,7 @@ import pytest
 
 import forked
 from holdfast.testing.contracts.adapter_processes import keepers_under
+from sample_kit import MORE
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
 LINE = re.compile(r"holdfast:   (before|behind|lines?)(?: line)? (\d+)(?: to (\d+))?(?: becomes?)?: \|(.*)")
@@ -173,7 +174,7 @@ KEPT = {
     "behind the last epoch": (EVALUATES_FIRST, "d"),
     "loop of an imported module": (IMPORTED, "2"),
 }
-SAMPLE = {"nanoGPT", "early stopping with the best state", "loop of an imported module"}
+SAMPLE = {"nanoGPT", "loop of an imported module"}
 NONE = {
     "generator": (
         f"batches = iter(DataLoader(data, batch_size=4))\nfor step in range(7):\n    x, y = next(batches)\n    {STEP}\n",
@@ -240,6 +241,7 @@ def ends(told: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in told.stdout.splitlines() if line.startswith("END")]
 
 
+@MORE
 @pytest.mark.usefixtures("keepers")
 @pytest.mark.timeout(240)
 def test_the_loop_of_nanogpt_is_kept_without_a_line(tmp_path: Path) -> None:

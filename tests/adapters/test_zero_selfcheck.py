@@ -15,6 +15,7 @@ import torch
 
 import forked
 from holdfast.checkpoint.usage import sandbox
+from sample_kit import MORE
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
 pytestmark = pytest.mark.skipif(not sandbox.available(), reason="a process can be shut in on Linux and x86-64 only")
@@ -89,6 +90,7 @@ def test_a_script_that_reaches_outside_in_its_steps_does_so_once(body: str, tmp_
     assert (tmp_path / "root" / "pocket").exists(), "it is kept all the same"
 
 
+@MORE
 @pytest.mark.parametrize(
     "body", ["if step == 2: break", "if step == 2: raise KeyError(step)"], ids=["break", "an error"]
 )

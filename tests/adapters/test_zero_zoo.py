@@ -6,32 +6,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import forked
 from adapters import zero_unrehearsed, zero_zoo
 from adapters.zero_zoo import KEPT, Case
+from sample_kit import sampled
 
 CASES = {**zero_zoo.CASES, **zero_unrehearsed.CASES}
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
 # A sample of all kinds; the others are slow.
 SAMPLE = {
-    "global counter", "global set in the loop, read in a function", "closure with nonlocal", "closure over an iterator",
-    "namespace that counts", "rare change that cannot be carried", "list that grows", "loader with a generator of its own",
-    "del of an earlier name", "early stopping", "killed behind the loop, number of the loss", "killed behind the loop, loss as it is",
-    "resumes by itself, far", "shorter at the second time", "loop in a function with nonlocal", "layer that is frozen later",
-    "gradients that are never cleared", "function of a module of the user's", "loop of a module",
-    "dropout that decays", "model of a package beside the scripts", "annealing in a package beside the scripts",
-    "function of an installed package that counts",
-    "list in the user's optimizer", "loader of the user's with an iterator", "member of an enumeration that counts",
-    "entry of a history, changed later", "rows that are one", "submodule in use changes", "submodule of a list changes",
-    "row of many under another name", "large tensor through data", "zero_grad if an expression says so",
-    "zero_grad of a part", "round robin of a set", "value shared with processes in a dataset", "tensor that is resized", "sparse tensor that stays",
+    "global counter", "global set in the loop, read in a function", "closure with nonlocal", "namespace that counts",
+    "rare change that cannot be carried", "del of an earlier name", "early stopping",
+    "killed behind the loop, number of the loss", "killed behind the loop, loss as it is", "resumes by itself, far",
+    "shorter at the second time", "loop of a module", "function of an installed package that counts",
+    "submodule in use changes", "tensor that is resized", "settings by exec",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "global counter", "killed behind the loop", "killed behind the loop, loss as it is", "early break", "killed behind a break",
@@ -79,17 +72,13 @@ def check(case: Case, tmp_path: Path, *, pocket: bool) -> None:
         assert all(case.expected in line for line in said), said
 
 
-def some(names: Iterable[str], sample: Container[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in sample else [pytest.mark.slow]) for name in names]
-
-
-@pytest.mark.parametrize("name", some(CASES, SAMPLE))
+@pytest.mark.parametrize("name", sampled(CASES, *SAMPLE))
 def test_a_script_of_the_zoo_is_never_wrong(name: str, tmp_path: Path) -> None:
     check(CASES[name], tmp_path, pocket=True)
 
 
 @pytest.mark.usefixtures("runtime_dir")
-@pytest.mark.parametrize("name", some(sorted(WITH_A_KEEPER), {"killed behind the loop"}))
+@pytest.mark.parametrize("name", sampled(sorted(WITH_A_KEEPER), "killed behind the loop"))
 def test_with_a_keeper_it_is_the_same(name: str, tmp_path: Path) -> None:
     check(CASES[name], tmp_path, pocket=False)
 

@@ -24,17 +24,20 @@ def main() -> None:
     torch.manual_seed(7)
     model = torch.nn.Linear(64, 64)
     left_out = how in ("stepped", "loaded")
-    config = holdfast.Config(every="1" if left_out else "0", durable_every="0", begin_timeout_s=0.2, linger_s=1.0)
+    budget = {"memory_budget": "64KiB"} if how == "storage alone" else {}
+    config = holdfast.Config(
+        every="1" if left_out else "0", durable_every="0", begin_timeout_s=0.2, linger_s=1.0, **budget
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
     checkpointer.restore()
-    checkpointer.save(0).wait("captured", 60)
+    checkpointer.save(0, "captured" if not budget else "durable").wait(timeout_s=60)
     dist.barrier()
     if left_out and rank == 0:
         dist.barrier()
     elif rank == 1 and not left_out:
         time.sleep(2.0)  # ten times what a save in the middle of a training may wait
-    checkpointer.save(1)
+    checkpointer.save(1) if not budget else checkpointer.step(1)
     said = ""
     if how == "close":
         checkpointer.step(2)
@@ -42,6 +45,8 @@ def main() -> None:
         checkpointer.save_last(2)
         with torch.no_grad():
             model.weight.zero_()
+    elif budget and rank == 1:
+        model.load_state_dict(torch.nn.Linear(64, 64).state_dict())
     elif left_out and rank == 0:
         checkpointer.step(2)
     elif left_out:  # rank 0 has not saved step 1 yet

@@ -1,11 +1,22 @@
-"""Steps that are reported within an accumulation of gradients are told; others are not."""
+"""Steps that are reported within an accumulation of gradients: versions have what was added up, and say what they cannot have."""
 
 from __future__ import annotations
 
+import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import forked
+from holdfast.checkpoint.entries import carried_tensors, gradients_part, living_gradients
+from kit.checkpointers import Make
+
+WORKER = str(Path(__file__).with_name("accumulation_worker.py"))
 
 SCRIPT = """
 import torch, holdfast
@@ -25,20 +36,22 @@ CLEAR = "optimizer.zero_grad()"
 
 
 @pytest.mark.parametrize(
-    ("steps", "clear_before", "clear_behind", "report", "is_told"),
+    ("most", "steps", "clear_before", "clear_behind", "report", "is_told"),
     [
-        ("(step + 1) % 4 == 0", "", CLEAR, "checkpointer.step(step)", True),
-        ("step % 2 == 0", "", CLEAR, "checkpointer.step(step)", True),
-        ("(step + 1) % 4 == 0", "", CLEAR, "(step + 1) % 4 or checkpointer.step(step)", False),
-        ("True", CLEAR, "", "checkpointer.step(step)", False),
-        ("step not in (3, 9)", CLEAR, "", "checkpointer.step(step)", False),  # as a scaler of gradients does
-        ("False", "", "", "checkpointer.step(step)", False),  # its steps are made in another way
+        (8, "(step + 1) % 4 == 0", "", CLEAR, "checkpointer.step(step)", True),
+        (8, "step % 2 == 0", "", CLEAR, "checkpointer.step(step)", True),
+        (1024, "step % 2 == 0", "", CLEAR, "checkpointer.step(step)", False),  # they are carried
+        (8, "(step + 1) % 4 == 0", "", CLEAR, "(step + 1) % 4 or checkpointer.step(step)", False),
+        (8, "True", CLEAR, "", "checkpointer.step(step)", False),
+        (8, "step not in (3, 9)", CLEAR, "", "checkpointer.step(step)", False),  # as a scaler of gradients does
+        (8, "False", "", "", "checkpointer.step(step)", False),  # its steps are made in another way
     ],
 )
-def test_gradients_that_are_added_up_over_reported_steps_are_told(
-    tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture,
-    steps: str, clear_before: str, clear_behind: str, report: str, is_told: bool,
+def test_gradients_that_are_added_up_over_reported_steps_and_cannot_be_carried_are_told(
+    tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    most: int, steps: str, clear_before: str, clear_behind: str, report: str, is_told: bool,
 ) -> None:  # fmt: skip
+    monkeypatch.setattr(carried_tensors, "MAX_BYTES", most)
     names = {
         "STEPS": steps, "CLEAR_BEFORE": clear_before, "CLEAR_BEHIND": clear_behind, "REPORT": report,
         "ROOT": repr(str(tmp_path / "job")),
@@ -51,3 +64,208 @@ def test_gradients_that_are_added_up_over_reported_steps_are_told(
     script.write_text(text)
     runpy.run_path(str(script), run_name="__main__")
     assert caplog.text.count("while gradients are added up") == is_told
+
+
+def live(tmp_path: Path, life: str, way: str, world: int, kill: int) -> list[dict[str, Any]]:
+    arguments = [str(world), str(tmp_path / life), str(tmp_path / "ckpt"), way, str(kill)]
+    ranks = [
+        forked.Popen([sys.executable, WORKER, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    return [json.loads(text) for text in told if text]
+
+
+@pytest.mark.parametrize(
+    ("way", "world"),
+    [
+        ("plain", 1),
+        ("first", 1),
+        ("two", 1),
+        ("heads", 1),
+        ("zeros", 1),
+        ("scaler", 1),
+        ("channels", 1),
+        ("ddp", 2),
+        ("no_sync", 2),
+        ("no_sync_buckets", 2),
+        ("buckets", 2),
+        ("fsdp", 2),
+    ],
+)
+def test_a_job_that_is_killed_between_two_micro_batches_ends_as_the_undisturbed_one(
+    tmp_path: Path, runtime_dir: Path, way: str, world: int
+) -> None:
+    assert not live(tmp_path, "first", way, world, kill=5)
+    ended = live(tmp_path, "second", way, world, kill=-1)
+    assert [row["start"] for row in ended] == [6] * world
+    assert [row["end"] for row in ended] == [row["whole"] for row in ended]
+
+
+def test_gradients_of_another_number_of_ranks_are_lost_aloud(tmp_path: Path, runtime_dir: Path, capfd: Any) -> None:
+    assert not live(tmp_path, "first", "no_sync", 2, kill=5)
+    (alone,) = live(tmp_path, "second", "plain", 1, kill=-1)
+    assert alone["start"] == 6
+    assert capfd.readouterr().err.count("are lost: they were added up in another layout") == 1
+
+
+class Loop:
+    """A model that is trained in this process, as a script does it."""
+
+    def __init__(self, *, turns: int = 4, clear: str = "behind", none: bool = True) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.turns, self.clear, self.none = turns, clear, none
+
+    def turn(self, number: int) -> None:
+        begins, ends = number % self.turns == 0, (number + 1) % self.turns == 0
+        if begins and self.clear == "before":
+            self.optimizer.zero_grad(set_to_none=self.none)
+        self.model(torch.full((4, 8), float(number % 5))).square().mean().backward()
+        if ends:
+            self.optimizer.step()
+        if ends and self.clear == "behind":
+            self.optimizer.zero_grad(set_to_none=self.none)
+
+    def run(self, begin: int, end: int, checkpointer: Any = None) -> list[torch.Tensor]:
+        for number in range(begin, end):
+            self.turn(number)
+            if checkpointer is not None:
+                checkpointer.step(number)
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def kept(self, make: Make, **options: Any) -> Any:
+        checkpointer = make(model=self.model, optimizer=self.optimizer, **{"every": "1", **options})
+        checkpointer.restore()
+        return checkpointer
+
+
+@pytest.mark.parametrize("level", ["memory", "storage"])
+@pytest.mark.parametrize(("clear", "none"), [("before", True), ("before", False), ("behind", True)])
+def test_gradients_that_were_used_up_cost_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch, level: str, clear: str, none: bool
+) -> None:
+    monkeypatch.setattr(living_gradients, "as_saved", None)
+    monkeypatch.setattr(living_gradients, "why_not", None)
+    loop = Loop(turns=1, clear=clear, none=none)
+    budget = {"memory_budget": "1KB"} if level == "storage" else {}
+    checkpointer = loop.kept(make, **budget)
+    for number in range(4):
+        loop.run(number, number + 1, checkpointer)
+        gathered = checkpointer._run.state.gather()
+        assert not [name for group in gathered.values.values() for name in group if "gradients" in name]
+    assert not checkpointer._run.state.gradients._uncleared
+    assert not any(parameter._backward_hooks for parameter in loop.model.parameters())
+
+
+@pytest.mark.parametrize("at", [3, 5])
+def test_what_lives_here_gives_way_to_what_lived_in_the_version_that_is_gone_back_to(make: Make, at: int) -> None:
+    whole = Loop().run(0, 12)
+    loop = Loop()
+    checkpointer = loop.kept(make)
+    loop.run(0, at + 1, checkpointer)
+    checkpointer.save(at, "durable").wait("durable", 60)
+    version = str(checkpointer._run.last.version)
+    loop.run(at + 1, 7)  # which is not reported
+    assert checkpointer.restore(version) == at + 1
+    assert all(map(torch.equal, loop.run(at + 1, 12, checkpointer), whole))
+
+
+def test_gradients_that_a_script_never_clears_live_on(make: Make) -> None:
+    whole = Loop(clear="never").run(0, 24)
+    loop = Loop(clear="never")
+    checkpointer = loop.kept(make, every="0")
+    loop.run(0, 12, checkpointer)  # in which it was seen
+    checkpointer.close()
+    for begin, end in ((12, 16), (16, 24)):
+        again = Loop(clear="never")
+        checkpointer = again.kept(make, every="0")
+        assert checkpointer.last_restore.version.step == begin - 1
+        ended = again.run(begin, end, checkpointer)
+        checkpointer.close()
+    assert all(map(torch.equal, ended, whole))
+
+
+def test_a_version_that_lacks_gradients_says_so_when_it_is_restored(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(carried_tensors, "MAX_BYTES", 8)
+    loop = Loop()
+    checkpointer = loop.kept(make)
+    loop.run(0, 6, checkpointer)
+    checkpointer.close()
+    assert "are lost" not in caplog.text
+    assert Loop().kept(make).last_restore.version.step == 5
+    assert "when this version was saved, and are lost: they have more than" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["added", "cleared"])
+def test_gradients_that_changed_behind_the_last_step_are_not_taken_for_its_own(
+    make: Make, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    loop = Loop()
+    checkpointer = loop.kept(make, every="100")
+    loop.run(0, 6, checkpointer)
+    if change == "added":
+        loop.turn(6)
+    else:
+        loop.optimizer.zero_grad()
+    checkpointer.close()
+    again = Loop()
+    assert again.kept(make).last_restore.version.step == 5
+    assert "are lost: they were written or cleared after the step was reported" in caplog.text
+    assert all(parameter.grad is None for parameter in again.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["flat", "sparse"])
+def test_gradients_of_odd_kinds_are_not_carried(make: Make, kind: str) -> None:
+    model = torch.nn.Embedding(4, 4, sparse=kind == "sparse")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer: Any = make(model=model, other=(other := torch.nn.Linear(4, 4)), optimizer=optimizer)
+    optimizer.add_param_group({"params": list(other.parameters())})
+    checkpointer.restore()
+    if kind == "flat":
+        flat = torch.zeros(64)
+        for number, parameter in enumerate(other.parameters()):
+            parameter.grad = flat[16 * number :][: parameter.numel()].view_as(parameter)
+    other(model(torch.arange(3))).sum().backward()
+    checkpointer.step(0)
+    why = checkpointer._run.state.gradients.why_lost
+    assert (
+        why
+        == {
+            "flat": "they are parts of memory that others may read",
+            "sparse": "they are sparse, or cut in another way than their parameters",
+        }[kind]
+    )
+
+
+def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, seen = [], gradients_part._seen
+    monkeypatch.setattr(gradients_part, "SAMPLE", 5)
+    monkeypatch.setattr(gradients_part, "_seen", lambda grad: looks.append(1) or seen(grad))
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(100)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list)
+
+    def turn(*, stepped: bool) -> int:
+        looks.clear()
+        sum(each.sum() for each in parameters).backward()
+        if stepped:
+            optimizer.step()
+            part.stepped(optimizer)
+        part.note()
+        return part.num_bytes
+
+    for turns in range(gradients_part.FULL_EVERY + 1):
+        assert turn(stepped=True) == 0
+        assert len(looks) == (100 if turns < gradients_part.FULL_FIRST or turns == gradients_part.FULL_EVERY else 5)
+        optimizer.zero_grad()
+    assert turn(stepped=False) == 100 * 3 * 4
+    assert turn(stepped=True) == 0
+    parameters[0].grad.mul_(2)
+    part.note()
+    assert part.num_bytes >= 3 * 4

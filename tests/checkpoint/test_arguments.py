@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from holdfast.core.model import Level, Version
 from holdfast.core.versions.step_numbers import MAX_STEP, Reason, as_number
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make, Trainee
+from sample_kit import sampled
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor, bool])
+@pytest.mark.parametrize("kind", sampled([np.int64, np.uint8, torch.tensor, bool], np.int64, torch.tensor))
 def test_a_step_is_the_number_that_it_stands_for(kind: Any, make: Make) -> None:
     trainee = Trainee()
     checkpointer = make(**trainee.objects(), every=1)
@@ -35,12 +37,12 @@ def test_a_step_is_the_number_that_it_stands_for(kind: Any, make: Make) -> None:
     assert again.restore() == 2
 
 
-@pytest.mark.parametrize("step", [1.0, "1", None, np.float32(1), torch.tensor([1, 2]), -1, MAX_STEP + 1, 2**70])
-def test_what_names_no_version_is_refused_at_every_door(step: Any, make: Make) -> None:
+def test_what_names_no_version_is_refused_at_every_door(make: Make) -> None:
     trainee = Trainee()
     checkpointer = make(**trainee.objects(), every=1)
     checkpointer.restore()
-    for door in (checkpointer.step, checkpointer.save):
+    steps: list[Any] = [1.0, "1", None, np.float32(1), torch.tensor([1, 2]), -1, MAX_STEP + 1, 2**70]
+    for door, step in product((checkpointer.step, checkpointer.save), steps):
         with pytest.raises(UsageError, match=r"a step is a whole number|cannot be named by step"):
             door(step)
     assert checkpointer.keeper_status()["counters"] is not None  # it was not told anything that it does not understand
@@ -65,7 +67,7 @@ def test_one_string_is_one_pattern_and_not_its_letters() -> None:
     assert left.excluded.value == {"patterns": ["model.base*"]}
 
 
-@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("kind", sampled([str, Path], str))
 def test_one_place_is_one_place_and_meant_from_here(
     kind: Any, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +91,7 @@ def test_what_is_no_version_is_refused_by_what_it_is(version: Any, make: Make) -
         make(**Trainee().objects()).restore(version)
 
 
-@pytest.mark.parametrize("spelt", ["link", "url"])
+@pytest.mark.parametrize("spelt", sampled(["link", "url"], "link"))
 def test_who_starts_again_by_another_name_finds_what_is_in_memory(spelt: str, make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(**trainee.objects(), path=tmp_path / "job", linger_s=60.0)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lives_kit import Lives, Row
+from sample_kit import MORE
 
 JOB = Path(__file__).with_name("pipeline_job.py")
 DRIFT = Path(__file__).with_name("drift_job.py")
@@ -123,6 +124,7 @@ def steps_of(end: Row) -> list[Step]:
     return steps
 
 
+@MORE
 def test_at_least_nine_tenths_of_the_copying_lie_in_waits(runtime_dir: Path, tmp_path: Path) -> None:
     """Stages that sleep instead of computing, saved at every step. The median step: a busy machine disturbs single ones."""
     with Lives(tmp_path / "job", DRIFT, 18, "every") as job:

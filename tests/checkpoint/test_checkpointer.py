@@ -42,6 +42,7 @@ from holdfast.keeper.rpc.messages import Progress
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee, kill_keeper, leave, wait_gone
+from sample_kit import MORE, sampled
 
 
 def test_training_goes_on_bit_for_bit_after_going_back_to_any_complete_version(make: Make) -> None:
@@ -128,7 +129,7 @@ def test_a_call_does_not_wait_for_the_keeper_and_is_the_state_of_its_moment(make
     assert trainee.loader.position == position
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", sampled([0, 1], 1))
 def test_the_step_of_every_optimizer_waits_for_the_copy(
     make: Make, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
@@ -181,7 +182,7 @@ def test_without_overlap_everything_is_copied_in_the_call(make: Make) -> None:
     assert "late_copied_bytes" not in checkpointer.events.counters()
 
 
-@pytest.mark.parametrize("what", ["moved", "restored"])
+@pytest.mark.parametrize("what", sampled(["moved", "restored"], "moved"))
 def test_tensors_that_moved_or_were_restored_prove_themselves_again(make: Make, what: str) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
@@ -205,6 +206,7 @@ def test_tensors_that_moved_or_were_restored_prove_themselves_again(make: Make, 
     assert again == [False] * NUM_PROOFS + [True]
 
 
+@MORE
 def test_what_changes_outside_the_step_is_never_copied_late(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     trainee = Trainee()
     culprit = trainee.model[0].bias
@@ -224,6 +226,7 @@ def test_what_changes_outside_the_step_is_never_copied_late(make: Make, caplog: 
     assert trainee.fingerprint() == expected
 
 
+@MORE
 def test_verification_finds_one_element_written_during_copy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, verify_capture=True, fence_timeout_s=20.0)
@@ -287,14 +290,18 @@ def saved_twice(make: Make) -> tuple[Trainee, Any, bytes]:
 
 @pytest.mark.parametrize(
     "moment",
-    [
-        "KeeperLink.wait_mended",
+    sampled(
+        [
+            "KeeperLink.wait_mended",
+            "KeeperLink.assembled",
+            "Saver.reserve",
+            "KeeperClient.inventory",
+            "KeeperClient.obtain",
+            "KeeperClient.resume",
+        ],
         "KeeperLink.assembled",
-        "Saver.reserve",
-        "KeeperClient.inventory",
         "KeeperClient.obtain",
-        "KeeperClient.resume",
-    ],
+    ),
 )
 def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
     make: Make, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -425,7 +432,7 @@ def others_get_in(root: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [pytest.param(ZeroDivisionError(), marks=MORE), KeyboardInterrupt()])
 def test_an_exception_in_training_saves_nothing_and_the_last_version_stays(make: Make, error: BaseException) -> None:
     trainee = Trainee()
     kept: list[bytes] = []
@@ -540,6 +547,7 @@ def test_without_a_sigterm_it_is_as_before(make: Make) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@MORE
 def test_damage_is_refused_by_name_and_never_a_silent_fresh_start(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
@@ -701,6 +709,7 @@ def test_what_the_script_took_out_of_a_dict_stays_out_after_a_restart(make: Make
     assert again == expected
 
 
+@MORE
 def test_what_came_later_goes_also_after_an_interruption(make: Make) -> None:
     """Under `holdfast.resumable` the Checkpointer and its objects stay, and what they began with is known."""
     extra: dict[str, Any] = {"ema": torch.zeros(3), "seen": {"a": 1}}
@@ -719,7 +728,7 @@ def test_the_key_that_tells_what_was_taken_out_is_reserved(make: Make) -> None:
         make(Trainee(), extra={"w": torch.zeros(3), REMOVED: 1}).restore()
 
 
-@pytest.mark.parametrize("shape", ["dict", "list", "deeper"])
+@pytest.mark.parametrize("shape", sampled(["dict", "list", "deeper"], "deeper"))
 def test_going_back_takes_no_tensors_away_that_came_later(make: Make, shape: str) -> None:
     """Without `strict` they stay as they are, and the report names them; so does what stands beside them."""
     extra: dict[str, Any] = {"ema": torch.zeros(3)}
@@ -736,7 +745,7 @@ def test_going_back_takes_no_tensors_away_that_came_later(make: Make, shape: str
     assert any(name.startswith("extra.late") for name in checkpointer.last_restore.not_loaded)
 
 
-@pytest.mark.parametrize("named", ["in the home", "from here"])
+@pytest.mark.parametrize("named", sampled(["in the home", "from here"], "from here"))
 def test_a_path_means_the_directory_it_named_at_the_constructor(
     named: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

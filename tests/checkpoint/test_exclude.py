@@ -15,6 +15,7 @@ from holdfast.cli.stored import versions
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make
 from ranks_kit import on_all
+from sample_kit import MORE
 
 
 class Adapted(nn.Module):
@@ -93,6 +94,7 @@ def test_who_expects_them_is_told_how_they_were_left_out(make: Make) -> None:
         make(model=Adapted()).restore()
 
 
+@MORE
 def test_a_version_that_has_them_all_the_same_fills_them(make: Make) -> None:
     model = Adapted(fill=3.0)
     checkpointer = make(model=model)

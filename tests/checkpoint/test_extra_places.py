@@ -27,6 +27,7 @@ from holdfast.tiers.storage.stored_bundles import StoredBundles
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee, leave
+from sample_kit import MORE
 
 DEADLINE_S = 60.0
 Hold = Callable[[str], threading.Event]
@@ -161,6 +162,7 @@ def test_close_says_what_it_waits_for_and_what_did_not_arrive(
     assert held(tmp_path / "job") == []
 
 
+@MORE
 def test_close_waits_for_a_copy_that_arrives(make: Make, tmp_path: Path, slow: Hold) -> None:
     gate = slow("slow")
     checkpointer = make(Trainee())

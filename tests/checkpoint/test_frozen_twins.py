@@ -20,6 +20,7 @@ from holdfast.core.layout.bundles import kind_of
 from holdfast.core.model import Bundle, Shard, Topology
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make
+from sample_kit import sampled
 
 WORKER = str(Path(__file__).with_name("frozen_twins_worker.py"))
 TWINS = Topology(("n0", "n1"), (0, 1))
@@ -34,7 +35,7 @@ def run(tmp_path: Path, life: str, frozen: str, level: str) -> list[dict]:
     return [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
 
 
-@pytest.mark.parametrize("level", ["memory", "storage"])
+@pytest.mark.parametrize("level", sampled(["memory", "storage"], "storage"))
 def test_an_interrupted_rank_that_froze_more_than_a_new_one_saves_and_restores_with_it(
     tmp_path: Path, runtime_dir: Path, level: str
 ) -> None:

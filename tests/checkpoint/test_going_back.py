@@ -19,6 +19,7 @@ from holdfast.elastic.launch.rendezvous.incarnation_rounds import Round
 from holdfast.tiers.storage.incarnations import Incarnations
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make, Trainee, kill_keeper, leave
+from sample_kit import MORE
 from tiers.samples import new_store
 
 OLD = Version(1, 1)
@@ -57,6 +58,7 @@ def test_a_wish_holds_for_the_first_start_and_newer_versions_are_not_passed_over
     assert start(make, str(OLD)) == OLD.step + 5, "nor at the next start"
 
 
+@MORE
 def test_the_same_wish_counts_again_after_another_or_a_start_without(make: Make) -> None:
     other = Version(1, 0)
     assert start(make, NO_WISH, steps=3) == 0
@@ -67,6 +69,7 @@ def test_the_same_wish_counts_again_after_another_or_a_start_without(make: Make)
     assert start(make, str(other), steps=1) == other.step + 2
 
 
+@MORE
 def test_a_start_that_did_not_come_so_far_fulfils_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(make, NO_WISH, steps=3) == 0
     record = Incarnations.record_resumed
@@ -81,6 +84,7 @@ def test_a_start_that_did_not_come_so_far_fulfils_nothing(make: Make, monkeypatc
     assert start(make, str(OLD)) == OLD.step + 1
 
 
+@MORE
 def test_what_the_script_names_itself_goes_before_and_the_wish_is_named(
     make: Make,
     caplog: pytest.LogCaptureFixture,

@@ -15,6 +15,7 @@ from holdfast.core.model import Version
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.format.image import CHUNK_BYTES
 from kit.checkpointers import Make, Trainee, kill_keeper, leave
+from sample_kit import MORE
 
 FILL = 7.0
 
@@ -81,6 +82,7 @@ def test_a_version_that_vanishes_while_read_is_no_fresh_start(
     assert make(Wide()).restore() == 0, "new objects are as the script made them"
 
 
+@MORE
 @pytest.mark.usefixtures("in_order")
 def test_an_older_version_is_taken_if_it_fills_all_that_was_touched(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from holdfast.base.errors import LevelNotReached, StorageBusy
 from holdfast.tiers.storage import read_limit
 from kit.checkpointers import Make, Trainee, leave
 from kit.hanging_mount import HangingMount
+from sample_kit import sampled
 
 pytestmark = pytest.mark.root
 LIMIT_S = 2.0
@@ -41,7 +42,7 @@ def job(make: Make, tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
-@pytest.mark.parametrize("moment", ["before the constructor", "before the restore"])
+@pytest.mark.parametrize("moment", sampled(["before the constructor", "before the restore"], "before the constructor"))
 def test_a_start_on_a_mount_that_hangs_ends_by_name(
     make: Make, job: Path, moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,6 +24,7 @@ from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import wait_ended
 from kit.checkpointers import Make, Trainee, kill_keeper
 from kit.late_copies import Held, fill, trusted
+from sample_kit import sampled
 
 
 def stored(tmp_path: Path) -> list[Version]:
@@ -35,6 +36,12 @@ def load_best(trainee: Trainee) -> None:
     trainee.model.load_state_dict({name: tensor * 0.5 for name, tensor in trainee.model.state_dict().items()})
 
 
+def exchange(trainee: Trainee) -> None:
+    """The model gets other parameters; the optimizers keep those that they stepped."""
+    best = {name: tensor * 0.5 for name, tensor in trainee.model.state_dict().items()}
+    trainee.model.load_state_dict(best, assign=True)
+
+
 def halve(trainee: Trainee) -> None:
     trainee.model.half()
 
@@ -44,10 +51,10 @@ def step_again(trainee: Trainee) -> None:
     trainee.train()
 
 
-CHANGES = [load_best, fill, halve, step_again]
+CHANGES = [load_best, fill, exchange, halve, step_again]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", sampled(CHANGES, load_best, step_again))
 def test_what_came_after_the_last_step_is_not_saved_as_its_state(
     make: Make,
     tmp_path: Path,
@@ -127,7 +134,7 @@ def test_a_state_that_came_back_from_memory_and_changed_is_no_end_in_silence(
     assert stored(tmp_path) == [Version(3, 2)]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", sampled(CHANGES, load_best, step_again))
 def test_where_nothing_can_be_made_durable_close_says_so(
     make: Make,
     tmp_path: Path,
@@ -241,7 +248,9 @@ CHILD_VERBS: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*CHILD_ENDS, *CHILD_VERBS])
+@pytest.mark.parametrize(
+    "what", sampled([*CHILD_ENDS, *CHILD_VERBS], "closes", "leaves the block", "saves", "restores")
+)
 def test_a_forked_child_ends_nothing_of_its_parent(make: Make, what: str) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
@@ -318,7 +327,7 @@ def ended(tmp_path: Path, how: str) -> tuple[list[forked.Popen], list[tuple[str,
     return ranks, said
 
 
-@pytest.mark.parametrize("how", ["close", "last", "told"])
+@pytest.mark.parametrize("how", sampled(["close", "last", "told"], "last"))
 def test_the_last_save_waits_for_its_slot_longer_than_others(make: Make, tmp_path: Path, how: str) -> None:
     """Nothing is held up by it, and its state is gone afterwards: another rank may be seconds behind."""
     ranks, said = ended(tmp_path, how)
@@ -344,3 +353,13 @@ def test_where_another_rank_left_the_last_step_out_the_one_before_is_durable(
     assert all("what is durable is step 1; step 2 is not saved" in err for _, err in said)
     model = torch.nn.Linear(64, 64)
     assert make(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).restore() == 2
+
+
+def test_straight_to_storage_all_ranks_save_the_last_step_or_none(tmp_path: Path) -> None:
+    """One of them has loaded other weights: the others do not wait for it, and no collective of the script meets one of ours."""
+    ranks, said = ended(tmp_path, "storage alone")
+    assert [(rank.returncode, out.strip()) for rank, (out, _) in zip(ranks, said, strict=True)] == [
+        (0, '{"said": ""}')
+    ] * 2
+    assert "step 1 is not saved: rank 1: parameters" in said[0][1]
+    assert [version.step for version in stored(tmp_path)] == [0]

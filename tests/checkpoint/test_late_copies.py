@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from holdfast.core.model import Version
 from holdfast.core.versions import late_copy_rules as rules
 from kit.checkpointers import Make, Trainee
 from kit.late_copies import Held, fill, trusted
+from sample_kit import sampled
 
 
 def counted(trainee: Trainee) -> None:
@@ -80,7 +82,7 @@ def test_a_save_inside_an_evaluation_spoils_no_other(make: Make) -> None:
 WRITES = [fill, counted, foreach, moments, loaded]
 
 
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", sampled(WRITES, fill, foreach, moments))
 def test_writes_during_a_late_copy_give_the_version_up(
     make: Make,
     held: Held,
@@ -220,8 +222,12 @@ class Slow(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("late", [True, False])
-@pytest.mark.parametrize("when", ["before the call", "in the call"])
+@pytest.mark.parametrize(
+    ("when", "late"),
+    sampled(
+        product(["before the call", "in the call"], [True, False]), ("before the call", False), ("in the call", True)
+    ),
+)
 def test_a_step_of_another_thread_during_the_call_gives_it_up(
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -470,7 +476,7 @@ def test_an_exception_in_a_hook_does_not_leave_the_step(caplog: pytest.LogCaptur
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
 
-    def fails() -> None:
+    def fails(*_: Any) -> None:
         raise RuntimeError("ours")
 
     steps = Steps([optimizer], before=fails, after=fails)
@@ -618,7 +624,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["share", "send", "take away"])
+@pytest.mark.parametrize("how", sampled(["share", "send", "take away"], "share", "take away"))
 @pytest.mark.usefixtures("runtime_dir")
 def test_memory_that_torch_moves_in_place_ends_no_training(tmp_path: Path, how: str) -> None:
     """Spots are read by addresses: of memory that is not there any more the kernel makes a SIGSEGV."""

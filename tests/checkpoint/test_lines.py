@@ -23,6 +23,7 @@ from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.usage import loop_snapshot
 from holdfast.checkpoint.usage.loop_observer import Observer
 from holdfast.core.elastic.worker_facts import Phase
+from sample_kit import MORE
 
 
 class Lines:
@@ -122,6 +123,7 @@ def test_a_number_one_more_than_that_of_the_step_is_refused_at_the_first(make: M
         break
 
 
+@MORE
 def test_a_loop_that_counts_from_one_is_right(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     objects = job()
     checkpointer = make(**objects)
@@ -237,6 +239,7 @@ def test_a_value_that_was_written_after_its_step_is_not_saved_as_that_of_the_ste
     assert "step 4 is not saved: a tensor that was passed to step() was written" in caplog.text
 
 
+@MORE
 def test_generators_of_others_go_on_where_they_were(make: Make) -> None:
     def draw(own: dict[str, Any]) -> list[float]:
         return [

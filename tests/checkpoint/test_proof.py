@@ -12,6 +12,7 @@ import pytest
 
 import forked
 from holdfast.checkpoint.usage import sandbox
+from sample_kit import MORE
 
 pytestmark = pytest.mark.skipif(not sandbox.available(), reason="a process can be shut in on Linux and x86-64 only")
 
@@ -85,7 +86,7 @@ def test_lines_that_are_right_are_proven_and_nobody_notices(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("lines", "named"),
     [
-        ({"before": "pass", "fetch": "x = batch()"}, r"x \(line \d+\) lives on and is in no version"),
+        pytest.param({"before": "pass", "fetch": "x = batch()"}, r"x \(line \d+\) lives on and is in no version", marks=MORE),
         ({"after": "scale = scale * 0.9"}, r"scale \(line \d+\) lives on and is in no version"),
         ({"after": "seen = seen + 1"}, r"differs in 'seen \(line \d+\)'"),
         ({"before": "x = batch() * int(os.environ['HIDDEN'])", "after": "os.environ['HIDDEN'] = str(step)"}, "differs in 'model"),
@@ -109,6 +110,7 @@ def test_what_cannot_be_proven_goes_on_and_it_is_said(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().split() == [str(step) for step in range(8)], "every step was made once"
 
 
+@MORE
 @pytest.mark.usefixtures("runtime_dir")
 def test_a_loop_that_ends_early_ends_once(tmp_path: Path) -> None:
     done = run(tmp_path, after="if step == 2: break")

@@ -30,6 +30,7 @@ from holdfast.tiers.storage.shared_reads import SharedReads
 from holdfast.tiers.storage.unread_chunks import UnreadChunks, open_bundle
 from kit.live_tensors import live
 from kit.stored_bundle import V1, Stored, raw
+from sample_kit import sampled
 
 TIMEOUT_S = 60.0
 
@@ -60,7 +61,7 @@ class Rank:
         return all(raw(self.tensors[name]) == raw(found) for name, found in self.stored.expected().items())
 
 
-@pytest.fixture(params=["plain", "encrypted"])
+@pytest.fixture(params=sampled(["plain", "encrypted"], "encrypted"))
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Stored:
     key = tmp_path / "key"
     key.write_text(random.Random(1).randbytes(32).hex())
@@ -267,7 +268,7 @@ def test_a_child_of_a_killed_reader_does_not_keep_its_chunk(stored: Stored) -> N
     assert not rank.faults
 
 
-@pytest.mark.parametrize("call", ["pwrite", "pread", "lock"])
+@pytest.mark.parametrize("call", sampled(["pwrite", "pread", "lock"], "pread"))
 def test_a_file_of_turns_that_refuses_costs_a_second_read_and_no_more(
     stored: Stored, ranks: list[Rank], call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.checkpoint.state.step_observer import Steps
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot, survivor_state
 from holdfast.checkpoint.survivors.step_snapshot import SnapshotPage, SnapshotWriter
@@ -139,6 +140,28 @@ def test_state_that_was_put_elsewhere_is_not_live(page: SnapshotPage) -> None:
     job.survivor.note(version(1))
     assert job.left() is None
     assert "other tensors" in survivor_state.remains.why
+
+
+@pytest.mark.parametrize("most", [1 << 20, 0])
+def test_a_step_whose_gradients_live_is_noted_with_them_or_not_at_all(
+    page: SnapshotPage, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(step_snapshot, "GRADIENT_BYTES", most)
+    job = Job()
+    steps = Steps([job.optimizer], after=job.state.stepped)
+    for step in range(3):  # the third one leaves gradients behind its optimizer's step
+        job.step()
+        if step == 2:
+            job.model(torch.ones(1, 3)).sum().backward()
+        job.state.gradients.note()
+        job.survivor.note(version(step))
+    steps.close()
+    found = notes_of("job", 0, 1)
+    assert job.left() == (version(2) if most else None)
+    assert (version(2) in found) == bool(most)
+    assert not any("gradients" in name for name in found[version(1)].small)
+    if most:
+        assert sum("gradients" in name for name in found[version(2)].small) == 2
 
 
 def test_while_a_restore_writes_nothing_is_live(page: SnapshotPage) -> None:

@@ -26,6 +26,7 @@ from holdfast.keeper.observe import degraded_notice
 from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import wait_ended
 from kit.checkpointers import Make, Trainee
+from sample_kit import MORE
 
 NO_MEMORY = {"memory_budget": "100KB"}
 
@@ -238,6 +239,7 @@ def test_a_cadence_in_steps_needs_no_meeting_of_its_own() -> None:
     assert ranks == [([24, 49, 74, 99], None)] * 3
 
 
+@MORE
 def test_a_bundle_is_written_from_tensors_of_any_strides(make: Make, tmp_path: Path) -> None:
     model = torch.nn.Linear(33, 17)
     with torch.no_grad():

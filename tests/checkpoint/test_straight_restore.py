@@ -20,6 +20,7 @@ from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage import read_limit
 from holdfast.tiers.storage.version_store import Storage
 from kit.checkpointers import Make, Trainee, kill_keeper, leave
+from sample_kit import MORE, sampled
 
 STEPS = 3
 
@@ -120,6 +121,7 @@ def _once(real: object) -> object:
     return manifest
 
 
+@MORE
 def test_training_goes_on_before_memory_is_made_and_the_first_save_waits_for_it(
     make: Make, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +145,9 @@ def test_training_goes_on_before_memory_is_made_and_the_first_save_waits_for_it(
         keeper.wait(10)
 
 
-@pytest.mark.parametrize(("num_cores", "put_off"), [(2, True), (7, True), (8, False), (192, False)])
+@pytest.mark.parametrize(
+    ("num_cores", "put_off"), sampled([(2, True), (7, True), (8, False), (192, False)], (7, True), (8, False))
+)
 def test_on_few_cores_memory_is_made_after_the_restore(
     make: Make, monkeypatch: pytest.MonkeyPatch, num_cores: int, put_off: bool
 ) -> None:
@@ -195,7 +199,8 @@ def test_a_disk_that_hangs_ends_the_restore_by_name(
     ends_by_name(make, monkeypatch, tmp_path, (LocalBackend, "read_into", hang), goes_on)
 
 
-@pytest.mark.parametrize("what", ["named", "manifest"])
+@MORE
+@pytest.mark.parametrize("what", sampled(["named", "manifest"], "manifest"))
 def test_a_disk_that_hangs_before_a_version_is_chosen_ends_the_restore_by_name(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
-import subprocess
 import sys
 import weakref
 from pathlib import Path
 
 import pytest
 
+import forked
 import holdfast
 from holdfast.checkpoint.checkpointer.unclosed_notice import UnclosedNotice
 from kit.checkpointers import Make, Trainee, kill_keeper
@@ -44,7 +43,7 @@ def ended(tmp_path: Path, runtime_dir: Path, how: str) -> str:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(tmp_path / "job"), str(runtime_dir), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=dict(os.environ))
+    done = forked.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stderr
 
 

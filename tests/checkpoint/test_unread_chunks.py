@@ -23,6 +23,7 @@ from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.unread_chunks import UnreadChunks
 from holdfast.tiers.storage.version_store import Storage
 from kit.stored_bundle import V1, Stored, raw
+from sample_kit import sampled
 
 LIMIT_S = 60.0
 
@@ -130,7 +131,7 @@ def test_what_another_copy_would_not_mend_is_raised_and_ends_all_streams(
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("change", [-1, 1])
+@pytest.mark.parametrize("change", sampled([-1, 1], 1))
 def test_a_file_of_another_length_is_damage(tmp_path: Path, change: int) -> None:
     stored = Stored(tmp_path)
     source = stored.open()
@@ -260,7 +261,9 @@ def _compares_no_chunk(monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
     monkeypatch.setattr(LocalBackend, "read_into", flipped)
 
 
-@pytest.mark.parametrize("plant", [_skips_a_chunk, _takes_the_chunk_before, _compares_no_chunk])
+@pytest.mark.parametrize(
+    "plant", sampled([_skips_a_chunk, _takes_the_chunk_before, _compares_no_chunk], _skips_a_chunk, _compares_no_chunk)
+)
 def test_a_bug_planted_in_the_reading_is_found_by_the_digest_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch, int], None]
 ) -> None:

@@ -28,6 +28,7 @@ from holdfast.tiers.format.values import TensorRef
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.version_store import open_storage
+from sample_kit import MORE
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -198,6 +199,7 @@ def big_job(root: Path, num_bytes: int) -> np.ndarray:
     return whole
 
 
+@MORE
 def test_tied_weights_come_out_under_both_names(tmp_path: Path, holdfast: Run) -> None:
     weight = np.arange(6, dtype=np.float32).reshape(3, 2)
     writer = Writer(tmp_path / "job")

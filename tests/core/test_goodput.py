@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.elastic.goodput import goodput
 from holdfast.core.elastic.incident import WIDTH, box, from_facts
+from sample_kit import MORE
 
 
 def sample(t: float, step: int, **spent: float) -> dict[str, Any]:
@@ -119,6 +120,7 @@ def test_a_box_tells_all_of_it_and_is_a_box() -> None:
     assert "steps lost" not in box(from_facts({**INCIDENT, "steps_lost": None})), "nobody knows"
 
 
+@MORE
 @settings(max_examples=50, deadline=None)
 @given(
     st.dictionaries(

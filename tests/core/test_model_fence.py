@@ -10,6 +10,7 @@ from holdfast.core.versions import late_copy_rules
 from holdfast.core.versions.late_copy_rules import Who
 from model_check import fence
 from model_check.fence import check
+from sample_kit import sampled
 
 Patch = pytest.MonkeyPatch
 Calls = tuple[str, ...]
@@ -21,7 +22,9 @@ TRAINERS: list[Calls] = [
 OTHERS: list[Calls] = [(), ("wait",), ("wait", "wait"), ("settle",), ("step",), ("step", "wait"), ("settle", "step")]
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids="-".join)
+@pytest.mark.parametrize(
+    "trainer", sampled(((trainer,) for trainer in TRAINERS), (TRAINERS[0],), (TRAINERS[2],)), ids="-".join
+)
 def test_no_order_of_events_mixes_two_steps_or_waits_for_ever(trainer: Calls) -> None:
     for other in OTHERS:
         for signals in (0, 1, 2):

@@ -15,6 +15,7 @@ from holdfast.core.recovery.broadcast_tree import upstreams
 from holdfast.core.versions import bundle_table
 from holdfast.core.versions.coordinator_board import Board
 from kit.large_jobs import WORLD, state_of, topology
+from sample_kit import MORE
 
 
 @given(st.sets(st.integers(0, 300)))
@@ -46,6 +47,7 @@ def test_a_reference_is_the_same_however_its_group_is_given() -> None:
     assert [rank for rank in range(6) if by_runs.has(rank)] == [0, 2, 4]
 
 
+@MORE
 def test_planning_a_group_of_16384_ranks_grows_as_the_nodes_do() -> None:
     """14 GB alike on 2,048 nodes: bundles, what this rank copies, who writes what, and who reads it back."""
     seconds: dict[int, float] = {}

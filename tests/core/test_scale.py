@@ -17,6 +17,7 @@ from holdfast.core.model import BundleRef, Extent, RankLayout, Seal, Shard, Topo
 from holdfast.core.versions.coordinator_board import Announcement, Board, Kind, RankReport
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger
+from sample_kit import MORE
 
 PER_NODE = 8
 
@@ -106,6 +107,7 @@ class Fleet:
         return RankReport(version, rank, self.names[rank], seals, False)
 
 
+@MORE
 def test_a_version_costs_the_coordinator_work_in_proportion_to_the_ranks() -> None:
     figures = {}
     for num_ranks in (256, 1024):

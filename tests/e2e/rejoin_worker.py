@@ -61,8 +61,9 @@ class Job:
         self.rank, self.at = dist.get_rank(), at
         self.model: torch.nn.Module = Net()
         self.step = self.whole_step
-        if strategy == "ddp":
+        if strategy in ("ddp", "behind"):
             self.wrap()
+            self.step = self.step_behind if strategy == "behind" else self.step
         elif strategy == "fsdp":
             fully_shard(self.model.two)
             fully_shard(self.model)
@@ -95,6 +96,12 @@ class Job:
         out.register_hook(lambda _: self.at("backward"))
         out.square().sum().backward()
         self.finish()
+
+    def step_behind(self) -> None:
+        """The optimizer's step comes one step later: gradients live whenever one is reported."""
+        if next(self.model.parameters()).grad is not None:
+            self.finish()
+        self.model(torch.randn(4, 12)).square().sum().backward()
 
     def stage_step(self) -> None:
         x, h = torch.randn(4, 12), torch.zeros(4, 32)
@@ -203,9 +210,11 @@ def loop(cell: str, rank: int, job: Job, checkpointer: holdfast.Checkpointer, no
         rows[step] = job.digest()
         write(OUT / f"trained-{cell}-{rank}-{os.getpid()}-{start}.json", rows)
         checkpointer.step(before + step)
-        if cell == "ddp:save:100" and step == KILL_AT:
+        if cell.endswith(":save:100") and step == KILL_AT:
             dist.barrier()  # rank 0 too has made and reported this step: else its state is the one before
         victim(cell, "save", step)
+        if cell.startswith("behind") and step == KILL_AT:
+            dist.barrier()  # rank 0 goes no further: the next step begins with the optimizer's
 
 
 def write(path: Path, facts: object) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partialmethod
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import wait_ended
 from kit.hostile_images import HOSTILE
 from kit.manifest_edits import rewrite
+from sample_kit import MORE, sampled
 from tiers.faults import damage, mounted
 
 # "Within a second", and as much again for a machine that does other things.
@@ -284,6 +286,7 @@ def test_a_full_disk_costs_the_durable_level_until_there_is_space_again(make: Ma
         assert equal(content(other), content(model))
 
 
+@MORE
 @pytest.mark.root
 def test_a_restart_on_a_full_disk_comes_back_from_memory(make: Make, tmp_path: Path) -> None:
     """Neither the number of the incarnation nor what it resumed from can be written; both are, before it commits."""
@@ -330,6 +333,7 @@ def fill_up(file: Path) -> None:
             stream.write(bytes(1 << 16))
 
 
+@MORE
 def test_a_directory_that_is_deleted_while_it_trains(make: Make, tmp_path: Path) -> None:
     model = network()
     checkpointer = make(model=model, close_timeout_s=1.5, linger_s=30.0)
@@ -429,20 +433,27 @@ def spoil(job: Path, which: str, how: str) -> Path:
 
 @pytest.mark.parametrize(
     ("which", "how"),
-    [
-        ("*.safetensors", "truncated"),
-        ("*.safetensors", "extended"),
-        ("*.safetensors", "zeroed"),
+    sampled(
+        [
+            ("*.safetensors", "truncated"),
+            ("*.safetensors", "extended"),
+            ("*.safetensors", "zeroed"),
+            ("*.safetensors", "swapped"),
+            ("*.safetensors", "of another version"),
+            ("*.safetensors", "removed"),
+            ("manifest.json", "truncated"),
+            ("manifest.json", "zeroed"),
+            ("manifest.json", "of another version"),
+            ("manifest-0.json", "extended"),
+            ("manifest-0.json", "swapped"),
+            ("manifest-0.json", "removed"),
+        ],
         ("*.safetensors", "swapped"),
-        ("*.safetensors", "of another version"),
         ("*.safetensors", "removed"),
         ("manifest.json", "truncated"),
-        ("manifest.json", "zeroed"),
         ("manifest.json", "of another version"),
-        ("manifest-0.json", "extended"),
-        ("manifest-0.json", "swapped"),
         ("manifest-0.json", "removed"),
-    ],
+    ),
 )
 def test_a_damaged_version_is_named_and_the_one_before_it_is_used(
     make: Make, job: Path, sample: Any, which: str, how: str, capsys: Any
@@ -606,8 +617,15 @@ def misfits() -> dict[str, Misfit]:
     }
 
 
-@pytest.mark.parametrize("case", list(misfits()))
-@pytest.mark.parametrize("by", ["argument", "setting"])
+@pytest.mark.parametrize(
+    ("by", "case"),
+    sampled(
+        product(["argument", "setting"], misfits()),
+        ("setting", "an extra layer"),
+        ("argument", "a missing layer"),
+        ("argument", "another shape"),
+    ),
+)
 def test_without_strict_what_fits_is_loaded_and_the_rest_is_told(
     make: Make, job: Path, sample: Any, caplog: pytest.LogCaptureFixture, case: str, by: str
 ) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sample_kit import MORE
+
 SRC = str(Path(__file__).parents[2] / "src")
 
 
@@ -50,6 +52,7 @@ def test_three_faults_and_the_end_is_bit_equal(tmp_path: Path) -> None:
     assert (tmp_path / "timeline.html").stat().st_size > 10_000
 
 
+@MORE
 def test_an_interrupted_demo_cleans_up(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell in the background ignore it
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import forked
+from sample_kit import MORE
 
 LAUNCHER = str(Path(__file__).resolve().parent / "device_launcher.py")
 JOB = str(Path(__file__).resolve().parent / "device_job.py")
@@ -103,6 +104,7 @@ def test_a_job_that_was_hurt_ends_as_one_that_was_not(
     assert came_back(said) > 0 or "is given up" in said, said[-4000:]
 
 
+@MORE
 def test_a_device_that_hangs_while_its_rank_waits_in_item_is_found_in_quick_mode(
     tmp_path: Path, runtime_dir: Path, undisturbed
 ) -> None:

@@ -18,6 +18,7 @@ import torch
 import forked
 from e2e import layout_worker
 from kit.layout_jobs import TIMEOUT_S, Facts, Jobs, hop, stored_bytes, whole
+from sample_kit import MORE
 
 BIG = 300_000  # columns of 8 elements: 9.6 MB, three of them with the moments; more than one checksum chunk each
 
@@ -111,6 +112,7 @@ def test_what_does_not_fit_is_told_by_name_on_every_rank_and_nothing_is_recorded
     }
 
 
+@MORE
 @pytest.mark.timeout(240)
 def test_killed_in_the_middle_of_it_leaves_nothing_half_done(jobs: Jobs) -> None:
     first = jobs.run("fsdp", 2, big=BIG)
@@ -168,6 +170,7 @@ def test_the_first_fsdp_with_other_numbers_of_ranks(jobs: Jobs) -> None:
     hop(jobs, second, "first_fsdp", 2)
 
 
+@MORE
 @pytest.mark.timeout(240)
 def test_from_memory_alone(jobs: Jobs) -> None:
     """The trainers die, nothing is in storage; the keepers of the same nodes have it, and more or fewer ranks take it."""

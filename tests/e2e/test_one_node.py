@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 import forked
+from sample_kit import sampled
 
 WORKER = Path(__file__).with_name("one_node_worker.py")
 WORLD_SIZE = 4
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "fsdp-tp"])
+@pytest.mark.parametrize("layout", sampled(["hsdp", "fsdp-tp"], "hsdp"))
 def test_shards_and_replicas_of_one_node_are_saved_and_restored(layout: str, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

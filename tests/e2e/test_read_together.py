@@ -11,6 +11,7 @@ import pytest
 from holdfast.testing.contracts.adapter_processes import keepers_under
 from kit import layout_jobs
 from kit.layout_jobs import Facts, Jobs, hop, stored_bytes, whole
+from sample_kit import MORE
 
 HERE = Path(__file__).parent
 
@@ -73,6 +74,7 @@ def held(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
     return name, found[0]
 
 
+@MORE
 @pytest.mark.timeout(240)
 def test_a_rank_that_is_killed_while_it_reads_ends_the_restore_and_spoils_nothing(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +90,7 @@ def test_a_rank_that_is_killed_while_it_reads_ends_the_restore_and_spoils_nothin
     hop(jobs, first, "ddp", 2, big=BIG)
 
 
+@MORE
 @pytest.mark.timeout(240)
 def test_a_keeper_killed_while_ranks_read_is_one_error_on_all(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     first = jobs.run("ddp", 2, big=BIG)

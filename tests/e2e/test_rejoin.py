@@ -13,6 +13,7 @@ import pytest
 import forked
 from holdfast.testing.contracts.adapter_processes import keepers_under
 from keepers_kit import wait_ended
+from sample_kit import MORE
 
 WORKER = Path(__file__).with_name("rejoin_worker.py")
 LOOP = Path(__file__).with_name("crash_loop_worker.py")
@@ -102,6 +103,12 @@ def test_live_twin_restores_every_step_but_never_mid_update(tmp_path: Path, runt
     assert restored(runtime_dir) == [step for cell, at in enumerate((4, 5, 3, 3, 3)) for step in (0, 120 * cell + at)]
 
 
+def test_live_state_has_the_gradients_that_its_step_left(tmp_path: Path, runtime_dir: Path) -> None:
+    check(tmp_path, ["behind:save:100"])
+    assert starts(tmp_path, "behind:save:100") == [0, 5]
+    assert incidents(runtime_dir)[0]["came_back"] == {"0": "what it still held", "1": "a twin's live state"}
+
+
 @pytest.mark.slow
 def test_hybrid_shards_come_from_the_twin_in_the_other_replica(tmp_path: Path, runtime_dir: Path) -> None:
     """HSDP 2 x 2: rank 1 is killed in forward, in backward, and within an update; rank 3 holds the same."""
@@ -114,6 +121,7 @@ def test_hybrid_shards_come_from_the_twin_in_the_other_replica(tmp_path: Path, r
     assert second["came_back"]["1"] != "a twin's live state"
 
 
+@MORE
 def test_a_wrapper_that_is_made_before_the_restore_spoils_nothing(tmp_path: Path, runtime_dir: Path) -> None:
     """Rank 1 dies, then rank 0: DDP sends the new rank 0's first parameters into what rank 1 still held."""
     check(tmp_path, ["resumable:restore:3"])

@@ -13,6 +13,7 @@ from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.tiers.storage.version_store import open_storage
 from launch_kit import Job, wait_for
+from sample_kit import MORE
 
 ZERO = str(Path(__file__).parents[1] / "adapters" / "zero_script.py")
 WORKER = str(Path(__file__).parent / "unmount_worker.py")
@@ -55,6 +56,7 @@ def test_a_path_that_is_empty_in_the_middle_of_a_run_is_waited_for(job: Job) -> 
     assert durable(job)[-1] == Version(2, STEPS - 1)
 
 
+@MORE
 def test_a_path_that_stays_empty_ends_the_run_with_its_remedy(job: Job) -> None:
     (job.directory / "settings.toml").write_text("linger_s = 1.0\nclose_timeout_s = 1.0\n")
     launcher = job.launch(*FLAGS, "--max-restarts=1", worker=("unmount", str(STEPS)))
@@ -82,6 +84,7 @@ def test_where_a_checkpoint_is_expected_and_there_the_job_goes_on(job: Job) -> N
     assert starts(job) == [0, STEPS]
 
 
+@MORE
 def test_a_script_of_zero_lines_expects_its_checkpoint_too(job: Job) -> None:
     """On all ranks, before a step is made; and nothing is written to the mount point."""
     root = job.directory / "ck"

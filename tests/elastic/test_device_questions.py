@@ -18,6 +18,7 @@ import torch
 from holdfast.base.errors import DeviceError, UsageError
 from holdfast.elastic.launch import device_questions, run_command, run_flags
 from holdfast.elastic.launch.device_questions import asked_in_a_child
+from sample_kit import MORE
 
 
 def test_the_launcher_counts_devices_without_asking_their_driver_itself(
@@ -109,6 +110,7 @@ def test_no_process_at_all_is_an_error_of_usage(monkeypatch: pytest.MonkeyPatch)
         run_command._launch_config(args)
 
 
+@MORE
 def test_a_caller_that_ignores_the_ends_of_its_children_changes_nothing(tmp_path: Path) -> None:
     """SIGCHLD that is ignored stays so over an exec, and then the kernel tells nobody how a child ended."""
     script = tmp_path / "script.py"

@@ -20,6 +20,7 @@ from holdfast.elastic.launch.agent import awaited
 from holdfast.elastic.launch.base_agent import BaseAgent
 from holdfast.elastic.processes.exit_guard import ExitGuard
 from launch_kit import Job, Nodes, free_port, wait_for
+from sample_kit import MORE, sampled
 
 LAUNCH = [sys.executable, "-W", "ignore", "-m", "holdfast.elastic.launch.run_command", "--standalone"]
 
@@ -64,7 +65,12 @@ def test_threads_and_exit_handlers_find_all_as_the_script_left_it(tmp_path: Path
         assert told[f"file{rank}"] == str(tmp_path / "script.py")
 
 
-@pytest.mark.parametrize(("how", "said"), [("os._exit(7)", "exitcode  : 7"), ("os.kill(os.getpid(), 9)", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    sampled(
+        [("os._exit(7)", "exitcode  : 7"), ("os.kill(os.getpid(), 9)", "SIGKILL")], ("os._exit(7)", "exitcode  : 7")
+    ),
+)
 def test_an_upload_that_fails_at_the_end_is_no_success(tmp_path: Path, how: str, said: str) -> None:
     done = launch(tmp_path, f"import atexit, os\natexit.register(lambda: {how})")
     assert done.returncode == 1
@@ -332,6 +338,7 @@ while True: time.sleep(0.01)
 """
 
 
+@MORE
 def test_what_ranks_save_when_they_are_told_to_end_is_in_the_last_line(tmp_path: Path) -> None:
     code, said, _ = end(tmp_path, SAVES)
     assert code == 0, said
@@ -339,6 +346,7 @@ def test_what_ranks_save_when_they_are_told_to_end_is_in_the_last_line(tmp_path:
     assert "after step 12" in said
 
 
+@MORE
 def test_a_job_whose_ranks_all_hang_is_not_given_the_ten_minutes_of_a_last_save(tmp_path: Path) -> None:
     code, said, after_s = end(tmp_path, QUIET, "--watchdog=quick")
     assert code == 128 + signal.SIGTERM
@@ -459,6 +467,7 @@ while not (here / "go").exists():
 """
 
 
+@MORE
 def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(OUTLIVES_TERMINAL)
     environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
@@ -680,7 +689,9 @@ if sys.argv[1] == "error":
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("plain", 0), ("group", 0), ("error", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"), sampled([("plain", 0), ("group", 0), ("error", 1)], ("group", 0), ("error", 1))
+)
 def test_who_closes_all_descriptors_runs_on_and_gets_no_message_of_ours(tmp_path: Path, how: str, code: int) -> None:
     """As under torchrun; the launcher learns from the exit code how it ended."""
     (tmp_path / "script.py").write_text(DAEMON)

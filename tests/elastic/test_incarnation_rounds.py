@@ -11,6 +11,7 @@ from torch.distributed import DistError, TCPStore
 
 from holdfast.elastic.launch.rendezvous import incarnation_rounds
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import BEAT_S, Round, RoundAbandoned, RoundOver
+from sample_kit import MORE
 
 Make = Callable[[int], list[Round]]
 
@@ -103,6 +104,7 @@ def test_the_first_word_ends_the_round_for_all(agents: Make) -> None:
     assert one.over() == two.over() == RoundOver("stop", "first")
 
 
+@MORE
 @pytest.mark.parametrize(("silent", "told"), [(0, [{0: 5.0}, {0: 5.0}]), (2, [{2: 5.0}, {}])])
 def test_an_agent_that_gives_no_sign_of_life_is_missed(silent: int, told: list[dict[int, float]], agents: Make) -> None:
     """The leader looks at all, the others at the leader."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch_kit import LAUNCH
+from sample_kit import sampled
 
 # Does its work for each line of its input. Its first life is killed in the middle.
 SCRIPT = """
@@ -26,13 +27,17 @@ if first:
 
 @pytest.mark.parametrize(
     ("read", "given", "code"),
-    [
-        ("[next(sys.stdin)]", "one\ntwo\n", 1),
-        ("sys.stdin.buffer.read()", "one\n", 1),
+    sampled(
+        [
+            ("[next(sys.stdin)]", "one\ntwo\n", 1),
+            ("sys.stdin.buffer.read()", "one\n", 1),
+            ("[input()]", "one\n", 1),
+            ("[]", "one\n", 0),
+            ("sys.stdin.read()", "", 0),
+        ],
         ("[input()]", "one\n", 1),
         ("[]", "one\n", 0),
-        ("sys.stdin.read()", "", 0),
-    ],
+    ),
 )
 def test_a_script_that_has_read_its_input_is_not_run_again(tmp_path: Path, read: str, given: str, code: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("READ", read))

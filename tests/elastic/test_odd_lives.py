@@ -9,6 +9,7 @@ import pytest
 
 import oddity_jobs
 from launch_kit import Job
+from sample_kit import MORE
 
 WORKER = str(Path(__file__).with_name("odd_worker.py"))
 TESTS = str(Path(oddity_jobs.__file__).parent)
@@ -27,6 +28,7 @@ def run(job: Job, monkeypatch: pytest.MonkeyPatch, seconds: float, *names: str) 
     assert "incident" not in job.logs()
 
 
+@MORE
 def test_a_rank_that_waits_for_its_own_thread_lives(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     run(job, monkeypatch, SHORT_S, "own thread by lock")
 

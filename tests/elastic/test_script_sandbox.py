@@ -27,6 +27,7 @@ from holdfast.elastic.worker import library_settings
 from holdfast.elastic.worker import script_sandbox as stages
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.script_sandbox import ScriptSandbox
+from sample_kit import MORE
 
 
 @pytest.fixture
@@ -199,6 +200,7 @@ def test_algorithms_are_chosen_as_in_a_new_process(stage: ScriptSandbox, *, warn
     assert not sys.modules["torch._inductor.config"].deterministic
 
 
+@MORE
 def test_a_script_begins_without_the_import_of_torchs_compiler() -> None:
     """It takes seconds, which every new process of a job lost before its script's first line."""
     begins = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import holdfast
 from holdfast.base.errors import MismatchError, UsageError
+from sample_kit import MORE, sampled
 from zoo_kit import AFTER, BEFORE, Make
 from zoo_modules import Beside
 from zoo_optimizers import Accelerated, Forgets, Hollow, Lookahead, Sam, Shampoo, both_hooks, post_local
@@ -57,8 +59,17 @@ def checkpointer(root: Path, runtime_dir: Path, objects: dict[str, Any], **optio
     return holdfast.Checkpointer(root, config=config, **objects, **options)
 
 
-@pytest.mark.parametrize("kind", sorted(JOBS))
-@pytest.mark.parametrize("lost", ["process", "memory"])
+@pytest.mark.parametrize(
+    ("lost", "kind"),
+    sampled(
+        product(["process", "memory"], sorted(JOBS)),
+        ("memory", "an optimizer inside"),
+        ("process", "hooks of both directions"),
+        ("process", "torch's own wrapper"),
+        ("memory", "memory that lies otherwise"),
+        ("process", "state_dict of its own, wrapped"),
+    ),
+)
 def test_a_job_comes_back_bit_for_bit(kind: str, lost: str, tmp_path: Path, runtime_dir: Path) -> None:
     objects, step = JOBS[kind]()
     expected = [step() for _ in range(BEFORE + AFTER)]
@@ -92,6 +103,7 @@ def test_a_wrapper_that_is_not_understood_is_refused_by_restore(tmp_path: Path, 
     job.abandon()
 
 
+@MORE
 def test_what_is_not_taken_back_ends_the_restore_unless_it_is_not_strict(tmp_path: Path, runtime_dir: Path) -> None:
     def forgetting() -> tuple[dict[str, Any], Callable[[], torch.Tensor]]:
         return job_of(lambda m: Forgets(m.parameters()))()

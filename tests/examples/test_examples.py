@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import forked
+from sample_kit import MORE, sampled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Name -> ranks it is started with here.
@@ -36,7 +37,7 @@ def run(name: str, checkpoints: Path, ranks: int = 0, steps: int = STEPS) -> dic
     return {(int(rank), int(step)): loss for rank, step, loss in losses}
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", sampled(RANKS, "plain_loop", "fsdp", "pipeline"))
 def test_example_goes_on_where_it_stopped(name: str, tmp_path: Path, runtime_dir: Path) -> None:
     whole = run(name, tmp_path)
     assert sorted(whole) == [(rank, step) for rank in range(RANKS[name]) for step in range(STEPS)]
@@ -47,6 +48,7 @@ def test_example_goes_on_where_it_stopped(name: str, tmp_path: Path, runtime_dir
     assert again == {(rank, STEPS - 1): whole[rank, STEPS - 1] for rank in range(RANKS[name])}
 
 
+@MORE
 def test_the_example_of_other_layouts_goes_on_with_another_number_of_ranks(tmp_path: Path, runtime_dir: Path) -> None:
     assert sorted(run("other_layout", tmp_path, 2, STEPS)) == [(rank, step) for rank in (0, 1) for step in range(STEPS)]
     assert sorted(run("other_layout", tmp_path, 1, STEPS + 2)) == [(0, STEPS), (0, STEPS + 1)]

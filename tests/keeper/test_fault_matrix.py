@@ -1,7 +1,7 @@
 """Faults x phases: real keepers and trainers are hurt at every place that bytes and messages pass, and the course is judged.
 
 The cells stand in `holdfast.testing.faults.cells`, what a job lives through in `.job`; `holdfast drill faults` runs the
-same. Four cells and one planted bug run by default; all of them with --slow, and print what came of them with -s. Bugs that are planted on
+same. Three cells and one planted bug run by default; all of them with --slow, and print what came of them with -s. Bugs that are planted on
 purpose show that cells and judge are not blind.
 """
 
@@ -24,8 +24,9 @@ from holdfast.testing.faults.faulted_job import Job, run
 from holdfast.testing.faults.rig import Rig
 from planted import faults as planted
 from planted.faults_keeper import BUGS as IN_KEEPERS
+from sample_kit import MORE
 
-DEFAULT = {"kill@commit-0", "ENOSPC@write-1", "flip@memory-1", "kill@copying-1"}
+DEFAULT = {"kill@commit-0", "ENOSPC@write-1", "flip@memory-1"}
 CALM = Cell("", "idle", 0, "lifecycle")
 PLANTED_DEFAULT = ("past-saves",)
 
@@ -72,6 +73,7 @@ def test_the_cells_that_find_bugs_are_clean_without_them(name: str) -> None:
     assert outcome.violations == (), "\n".join(outcome.evidence)
 
 
+@MORE
 def test_the_judge_of_the_matrix_is_not_blind(base: Path) -> None:
     """What a bug would leave behind is put into the facts of a good course, and each is reported by its invariant."""
     rig = Rig(base, num_nodes=2)

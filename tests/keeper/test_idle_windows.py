@@ -20,6 +20,7 @@ from holdfast.keeper.slots import cpu_affinity, idle_windows
 from holdfast.keeper.slots.idle_windows import Turns, WindowPage, Windows
 from keeper.rig import Rig, Trainer, eventually, reached
 from keepers_kit import open_files, processors_of_threads
+from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
 MIB = 1 << 20
@@ -283,6 +284,7 @@ def test_a_version_is_hashed_in_the_waits_of_its_trainer(make_rig: MakeRig) -> N
     reached([trainer], version, Level.CAPTURED)  # whoever closed its page waits for nothing
 
 
+@MORE
 def test_in_a_wait_it_is_hashed_on_the_processors_of_the_rank_that_waits(make_rig: MakeRig) -> None:
     every = os.sched_getaffinity(0)
     if len(every) < 2:
@@ -355,6 +357,7 @@ def test_a_page_that_stays_shut_costs_a_step_and_one_that_is_no_page_nothing(mak
     assert sent(rig)[1] == watched
 
 
+@MORE
 def test_a_save_that_waits_for_the_slot_ends_the_holding_back(make_rig: MakeRig) -> None:
     _, first, second = two_nodes(make_rig)
     save_both(first, second, 0)

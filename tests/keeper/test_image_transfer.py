@@ -32,6 +32,7 @@ from holdfast.tiers.wire.frames import Channel
 from keeper.rig import Rig, Trainer, reached, save_all
 from kit.nodes import facts_of, reborn, restored
 from kit.peer_proxy import PAGE, Proxy, Source
+from sample_kit import sampled
 
 MakeRig = Callable[..., Rig]
 # Pages of an image before this one are alike, and to swap two that are equal is no damage.
@@ -230,7 +231,7 @@ def drain(channel: Channel) -> None:
 # --- nodes that are lost
 
 
-@pytest.fixture(params=[2, 3, 5])
+@pytest.fixture(params=sampled([2, 3, 5], 3))
 def nodes(request: pytest.FixtureRequest, make_rig: MakeRig, secret_file: Path) -> Rig:
     return make_rig(
         num_nodes=request.param, own_bytes=256 << 10, listen="127.0.0.1", secret_file=str(secret_file), linger_s=90.0

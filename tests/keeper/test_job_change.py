@@ -16,6 +16,7 @@ from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.caller import dial
 from holdfast.keeper.rpc.client import KeeperClient
 from keeper.rig import Rig, Trainer, eventually, reached, save_all
+from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
 
@@ -84,6 +85,7 @@ def test_versions_of_the_same_name_are_not_taken_for_those_of_the_old_job(make_r
     reached([trainer], version, Level.CAPTURED)
 
 
+@MORE
 def test_a_job_that_still_trains_is_not_forgotten(make_rig: MakeRig) -> None:
     old = make_rig()
     (trainer,) = old.start()

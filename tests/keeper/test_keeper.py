@@ -24,6 +24,7 @@ from holdfast.keeper.rpc.client import Assembly, KeeperClient, NoSlotYet
 from holdfast.tiers.memory import slots as memory
 from holdfast.tiers.memory.processes import start_time
 from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
+from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
 
@@ -279,6 +280,7 @@ def test_a_killed_trainer_leaves_what_it_sealed_and_its_slots_go_to_the_next_one
         eventually(lambda: "process ended" in follower.client.announced.level(Version(1, 2))[1])
 
 
+@MORE
 def test_a_second_living_process_of_a_rank_is_refused_by_name(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = rig.start()
@@ -291,6 +293,7 @@ def test_a_second_living_process_of_a_rank_is_refused_by_name(make_rig: MakeRig)
         rig.trainer(0)
 
 
+@MORE
 def test_a_frozen_trainer_holds_up_nobody(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = rig.start()

@@ -33,6 +33,7 @@ from holdfast.tiers.format.image import CHUNK_BYTES
 from keeper.rig import TIMEOUT_S, Rig, eventually, reached, save_all
 from kit.nodes import facts_of, reborn, restored
 from kit.peer_proxy import Proxy, Source
+from sample_kit import MORE, sampled
 
 MakeRig = Callable[..., Rig]
 LINES = 4
@@ -156,7 +157,7 @@ def swap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PeerLine, "_pieces", pieces)
 
 
-@pytest.mark.parametrize("has_chunk_digests", [True, False])
+@pytest.mark.parametrize("has_chunk_digests", sampled([True, False], False))
 def test_a_line_that_swaps_two_chunks_is_found(
     source: Source, monkeypatch: pytest.MonkeyPatch, has_chunk_digests: bool
 ) -> None:
@@ -209,6 +210,7 @@ def test_nobody_waits_for_a_line_that_stalls_when_another_one_is_cut(
     assert waited == [True]
 
 
+@MORE
 def test_a_line_that_stalls_ends_all(source: Source, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_line, "BLOCK_TIMEOUT_S", 0.5)
     over = threading.Event()

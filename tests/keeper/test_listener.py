@@ -36,6 +36,7 @@ from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
 from keepers_kit import open_files
 from kit.nodes import facts_of, reborn, restored
 from kit.secrets import SECRET
+from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
 MAX_STRANGERS = frames.MAX_CONNECTIONS
@@ -592,6 +593,7 @@ def obtained(trainer: Trainer, facts: Facts) -> list[Located]:
     return trainer.client.obtain(choice.version, fetches(choice, trainer.rank, facts), timeout_s=20)
 
 
+@MORE
 def test_a_bound_on_replicas_delays_them_and_no_restore(remote_rig: MakeRig) -> None:
     rig = remote_rig(num_nodes=2, own_bytes=6 << 20, replicate_bandwidth="4MiB")
     trainers = rig.start()

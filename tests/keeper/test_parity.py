@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -24,6 +25,7 @@ from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.memory.processes import start_time
 from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
 from kit.nodes import facts_of, reborn, restored
+from sample_kit import MORE, sampled
 
 MakeRig = Callable[..., Rig]
 MIB = 1 << 20
@@ -63,7 +65,7 @@ def go_on(rig: Rig, back: Sequence[Trainer], version: Version, step: int) -> Non
     replicate(back, [step])
 
 
-@pytest.mark.parametrize("lost", range(NUM_NODES))
+@pytest.mark.parametrize("lost", sampled(range(NUM_NODES), 0, 3))
 def test_any_one_of_four_nodes_comes_back_from_parity(make_rig: MakeRig, lost: int) -> None:
     rig = make_rig(**FOUR, per_node=2, own_bytes=3 * 4096 + 1024 * lost)
     trainers = rig.start()
@@ -86,9 +88,11 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
-    "lost", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+    ("lost", "phase"),
+    sampled(
+        product(range(NUM_NODES), PHASES), (0, "while it makes parity"), (2, "while it seals"), (2, "while others pull")
+    ),
 )
 def test_a_node_lost_in_any_phase_costs_nothing_that_was_replicated(make_rig: MakeRig, phase: str, lost: int) -> None:
     rig = make_rig(**FOUR, own_bytes=1 << 16)
@@ -118,6 +122,7 @@ def test_a_node_lost_in_any_phase_costs_nothing_that_was_replicated(make_rig: Ma
     go_on(rig, back, *found, 10)
 
 
+@MORE
 def test_a_node_lost_while_all_restore_comes_back_from_parity(make_rig: MakeRig) -> None:
     rig = make_rig(**FOUR)
     victim = rig.hurtable(1)
@@ -154,7 +159,8 @@ def test_a_node_that_came_back_gets_its_parity_again_and_another_may_go(make_rig
     replicate(trainers, [7])
 
 
-@pytest.mark.parametrize(("own_kib", "lost"), [((4, 0, 0, 0), 0), ((0, 4, 4, 0, 0), 2)])
+@MORE
+@pytest.mark.parametrize(("own_kib", "lost"), sampled([((4, 0, 0, 0), 0), ((0, 4, 4, 0, 0), 2)], ((0, 4, 4, 0, 0), 2)))
 def test_a_node_comes_back_though_others_have_nothing_to_keep_parity_of(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, own_kib: tuple[int, ...], lost: int
 ) -> None:
@@ -225,6 +231,7 @@ def test_two_lost_nodes_come_back_from_storage_with_the_reason(make_rig: MakeRig
     assert {restored(trainer, facts)[0] for trainer in back} == {stored}
 
 
+@MORE
 def test_what_storage_alone_has_raises_no_alarm_for_want_of_parity(make_rig: MakeRig) -> None:
     """Each rank reads its own past its keeper, so that no node has anything to make parity of."""
     rig = make_rig(**FOUR)
@@ -346,6 +353,7 @@ def test_no_member_overwrites_what_nothing_newer_replaces(make_rig: MakeRig) -> 
     replicate(trainers, [3])
 
 
+@MORE
 def test_a_job_that_starts_again_with_another_redundancy_keeps_nothing_of_the_old_one(make_rig: MakeRig) -> None:
     rig = make_rig(**FOUR)
     trainers = rig.start()

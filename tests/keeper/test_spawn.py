@@ -32,6 +32,7 @@ from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.wire import frames
 from keeper.rig import Rig, eventually
 from keepers_kit import end_keepers, of_threads, processors_of_threads, wait_ended
+from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
 
@@ -187,6 +188,7 @@ def test_a_stale_socket_and_lock_of_a_killed_keeper_are_taken_over(make_rig: Mak
     assert rig.pid_of(place) != first
 
 
+@MORE
 def test_a_frozen_keeper_is_named(make_rig: MakeRig) -> None:
     rig = make_rig()
     pid = rig.pid_of(rig.keeper(0))
@@ -339,6 +341,7 @@ def test_garbage_after_the_greeting_ends_that_connection_only(make_rig: MakeRig)
     assert rig.status(0)["node"] == "n0"
 
 
+@MORE
 def test_a_silent_and_a_trickling_client_are_cut_off_in_time(make_rig: MakeRig) -> None:
     rig = make_rig()
     place = rig.keeper(0)

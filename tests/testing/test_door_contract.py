@@ -12,6 +12,7 @@ import pytest
 from holdfast.testing.contracts import adapter_processes
 from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop, violations
 from holdfast.testing.contracts.adapter_processes import Told
+from sample_kit import MORE
 
 FAKE = Path(__file__).with_name("door_fake.py")
 
@@ -38,6 +39,7 @@ def fake(bug: str = "") -> Door:
     return Door(start, ranks=2, twins=2, other_ranks=1, steps=8, behind=2)
 
 
+@MORE
 def test_a_door_that_does_what_it_must_passes(tmp_path: Path) -> None:
     with Workshop(tmp_path, timeout_s=60) as made:
         assert violations(fake(), made) == {}

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 import forked
+from sample_kit import MORE, sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 # What torch needs, what `python -m benchmarks.gpu --help` names, and what that needs.
@@ -46,7 +47,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("benchmarks.gpu.__main__")
 
 
-@pytest.mark.parametrize("number", HERE)
+@pytest.mark.parametrize("number", sampled(HERE, 3, 4, 8, 9, 10, 14, 16))
 def test_a_check_meets_its_goals(number: int, script: Any, sim: ModuleType) -> None:
     from benchmarks import measure
     from benchmarks.gpu.card import Card
@@ -124,6 +125,7 @@ def test_each_check_writes_a_line_and_what_has_no_time_left_is_told(tmp_path: Pa
     assert run(sys.executable, tmp_path, "--seconds", 1, "--only", 3)[1][1]["state"] == "not begun"
 
 
+@MORE
 def test_a_device_that_is_not_there_is_told_in_a_line(script: Any, sim: ModuleType, tmp_path: Path) -> None:
     from benchmarks.gpu.card import Card, NoDevice
 

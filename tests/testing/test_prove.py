@@ -22,6 +22,7 @@ from holdfast.testing.prove.run_notes import RunNotes
 from holdfast.testing.prove.script_run import strays
 from holdfast.testing.prove.step_digests import OptimizerParts, digest
 from holdfast.testing.prove.step_log import Made, Parts, Said, StepLog, read_lives
+from sample_kit import MORE
 
 PLAIN = """
 import torch
@@ -320,6 +321,7 @@ def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pyt
     assert prove.source_of("mine.other", is_module=True) is None
 
 
+@MORE
 @pytest.mark.timeout(120)
 def test_ctrl_c_ends_everything_and_says_where_the_logs_are(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)")

@@ -15,6 +15,7 @@ from holdfast.base.errors import CorruptError, HoldfastError, NewerFormat, Usage
 from holdfast.core.model import DTYPE_BYTES, Bundle, Seal
 from holdfast.tiers.format import image as image_format
 from kit.hostile_images import HOSTILE, SAMPLE, header_of, rewritten, set_note, spelt
+from sample_kit import MORE
 from tiers.samples import build, bundle, entry_size, piece, random_image, sample_bundle
 
 NAMES = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).map(lambda s: f"m.{s}")
@@ -229,6 +230,7 @@ def test_more_tensors_than_are_allowed_are_refused(monkeypatch: pytest.MonkeyPat
         image_format.read_image(image, "here")
 
 
+@MORE
 def test_the_largest_header_that_is_allowed_is_read_in_bounded_memory() -> None:
     b = bundle("b", *(piece(f"{i}", "U8", (1,)) for i in range(100_000)))
     image = random_image(b)

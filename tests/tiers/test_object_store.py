@@ -40,6 +40,7 @@ from holdfast.tiers.backends.retry import Policy, Retrying
 from holdfast.tiers.storage.bucket_lease import LOCKS, LeaseLock
 from holdfast.tiers.storage.version_store import Storage, open_storage
 from keeper.rig import reached, rig_in, save_all
+from sample_kit import MORE, sampled
 from tiers.s3 import BUCKET, Request, Server, bucket, s3_server, times
 from tiers.samples import STAMP, save, verify
 
@@ -164,7 +165,7 @@ def test_a_bucket_that_holds_other_things_is_refused(server: Server, prefix: str
 # Faults between us and the store.
 
 
-@pytest.mark.parametrize("action", ["500", "429", "lost", "reset"])
+@pytest.mark.parametrize("action", sampled(["500", "429", "lost", "reset"], "500", "lost"))
 def test_a_version_is_saved_through_failing_requests(server: Server, prefix: str, action: str) -> None:
     store = claimed(prefix)
     with server.planned(lambda request: action if request.number % 3 == 1 else "") as seen:
@@ -363,6 +364,7 @@ def test_a_second_job_on_a_prefix_is_refused_and_told_by_whom(server: Server, pr
     second.run_lock.release()
 
 
+@MORE
 def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over(server: Server, prefix: str) -> None:
     code = (
         "import sys; from holdfast.base.events import Events; from holdfast.tiers.storage.version_store import open_storage\n"
@@ -462,6 +464,7 @@ def test_of_two_challengers_of_a_dead_holder_one_gets_the_lock(server: Server, p
     quick.release()
 
 
+@MORE
 def test_who_slept_over_several_holders_does_not_get_the_lock(server: Server, prefix: str) -> None:
     """The name that it was about to create was taken, given back and removed meanwhile."""
     backend = proved(prefix)

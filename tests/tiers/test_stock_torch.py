@@ -18,6 +18,7 @@ from holdfast.tiers.storage import manifest as manifests
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
 from kit.stock_reader import READER
+from sample_kit import MORE
 from tiers.samples import JOB_LAYOUT, build, bundle, new_store, ref_of
 
 DTYPES = {
@@ -120,6 +121,7 @@ def test_stock_pytorch_and_safetensors_read_a_version(tmp_path: Path) -> None:
     assert answer["values"] == {"values/g0x1-aaaa-0": '{"lr":0.25,"betas":{"$tuple":[0.9,0.95]}}'}
 
 
+@MORE
 def test_the_check_above_can_fail(tmp_path: Path) -> None:
     tensor = random_tensor(torch.float32, (4, 2), 1)
     directory = write_version(tmp_path / "root", [[whole("w", "F32", tensor)]])

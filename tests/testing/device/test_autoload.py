@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+import forked
+
 pytestmark = pytest.mark.device
 SCRIPT = Path(__file__).with_name("accelerator_example.py")
 
 
 def test_script_that_knows_nothing_of_it_trains_on_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "holdfast.testing.device"]
-    folder = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.strip()
+    folder = forked.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.strip()
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
     answer = subprocess.run(
         [

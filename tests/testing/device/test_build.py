@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.testing.device import build
+from sample_kit import MORE
 
 
 @pytest.fixture
@@ -70,6 +71,7 @@ def test_without_a_compiler_there_is_a_reason(bench: Path, monkeypatch: pytest.M
         build.build()
 
 
+@MORE
 def test_nothing_of_it_imports_the_rest_of_holdfast() -> None:
     code = (
         "import sys; from holdfast.testing.device import build, process_group, torch_sim\n"

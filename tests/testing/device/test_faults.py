@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import forked
+from sample_kit import MORE
 
 pytestmark = pytest.mark.device
 
@@ -103,6 +104,7 @@ print(x.add_(1).tolist())
     ]
 
 
+@MORE
 def test_process_ends_while_its_device_hangs() -> None:
     """A real interpreter, whose end is its own; a minute is for its start on a busy machine."""
     command = [sys.executable, "-c", BEGIN + "sim.hang(); y = x + 1; sim.hang(1); print('end')"]

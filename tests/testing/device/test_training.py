@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from sample_kit import MORE
+
 pytestmark = pytest.mark.device
 
 
@@ -105,6 +107,7 @@ def test_mistakes_in_a_call_reach_the_caller(sim: ModuleType) -> None:
     assert torch.nonzero(torch.tensor([0, 1, 1], device="sim")).flatten().tolist() == [1, 2]
 
 
+@MORE
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_model_trains(sim: ModuleType, backend: str) -> None:
     torch.manual_seed(0)

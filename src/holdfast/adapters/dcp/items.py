@@ -155,6 +155,9 @@ class Contents:
         self._now = Gathered({}, {}, 0, 0)
         self._shape: object = None
 
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing is known of steps."""
+
     def gather(self) -> Gathered:
         """Return what `take` took."""
         return self._now

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from holdfast.adapters import living_gradients
 from holdfast.adapters.hf_parts.samplers import Samplers
 from holdfast.adapters.sampler_hook import hook
 from holdfast.base import config as settings
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.entries import living_gradients
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ class Loaders:
     Args:
         accelerator: after `prepare`.
     """
+
+    holdfast_saves_gradients = True
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator

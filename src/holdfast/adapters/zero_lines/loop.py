@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from holdfast.adapters import living_gradients
 from holdfast.adapters.zero_lines.changes import Changed, Changes
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
 from holdfast.adapters.zero_lines.objects import Kept, sort_out
@@ -32,6 +31,7 @@ from holdfast.adapters.zero_lines.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
+from holdfast.checkpoint.entries import living_gradients
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.training_state import State
@@ -368,6 +368,8 @@ class Doubts:
         spoiled: whether what was saved before is not right any more either.
         root: directory or URL of the checkpoints; empty: no lines are proposed.
     """
+
+    holdfast_saves_gradients = True
 
     def __init__(self, group: collectives.Ranks) -> None:
         self._rank = group.rank

@@ -39,10 +39,10 @@ from holdfast.adapters.zero_lines.reach.attributes import attributes_of, is_prog
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.events import Events
+from holdfast.checkpoint.entries.carried_tensors import is_carried
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.stateful import is_stateful
 from holdfast.checkpoint.usage import user_frames
-from holdfast.checkpoint.usage.carried_tensors import is_carried
 from holdfast.checkpoint.usage.in_place import CHANGES
 from holdfast.checkpoint.usage.loop_analysis import around
 from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, loaded, own, stored

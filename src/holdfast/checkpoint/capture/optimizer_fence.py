@@ -202,10 +202,14 @@ class Fence:
         """Returns whether a state that was looked at when so many steps had begun may be a mixture."""
         return is_void(others_within=others_within, steps_before=steps, steps_now=self._steps.begun)
 
-    def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Puts the fence before every step that may write a parameter of these optimizers."""
+    def guard(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        stepped: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+    ) -> None:
+        """Puts the fence before every step that may write a parameter of these optimizers; behind it `stepped` is told."""
         self._steps.close()
-        self._steps = Steps(optimizers, before=self._before_step, recorded=self._recorded, warn=True)
+        self._steps = Steps(optimizers, before=self._before_step, after=stepped, recorded=self._recorded, warn=True)
 
     @property
     def free_s(self) -> float:

@@ -1,24 +1,22 @@
-"""Tells of steps that are reported while gradients are added up: no version has what was added.
+"""Tells of steps that are reported while gradients are added up that no version can have.
 
-That is so where an optimizer's step ends several turns of the loop, and each turn is reported. Called by
-`checkpoint.checkpointer.checkpointer`.
+An optimizer's step ends several turns of the loop, each turn is reported, and the gradients are such as
+`checkpoint.entries.gradients_part` does not save. Called by `checkpoint.checkpointer.checkpointer`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import FrameType
-
-from torch.optim import Optimizer
 
 from holdfast.checkpoint.usage import user_frames
 
 logger = logging.getLogger(__name__)
 
 _TEXT = (
-    "step %d was reported while gradients are added up, and no version has them: a job that comes back there loses what was "
-    "added. Report a step only behind optimizer.step(): if it is called in every Nth turn of the loop, call step() in that turn"
+    "step %d was reported while gradients are added up, and no version has them, for %s: a job that comes back there loses what "
+    "was added. Report a step only behind optimizer.step(): if it is called in every Nth turn of the loop, call step() in that turn"
 )
 
 
@@ -39,21 +37,16 @@ class AccumulationNotice:
         self._num_steps = num_steps
         self._turns = self._without = 0
 
-    def look(self, step: int, optimizers: Sequence[Optimizer], num_steps: int, frame: FrameType | None) -> None:
-        """Warn, once, if gradients live on behind `step`, which `frame` reported, and the next ones are added to them."""
+    def look(self, step: int, why_lost: Callable[[], str], num_steps: int, frame: FrameType | None) -> None:
+        """Warn, once, if gradients live on behind `step`, which `frame` reported, and are lost."""
         if self._turns > LOOKS:
             return
         stepped, self._num_steps = num_steps != self._num_steps, num_steps
         self._turns += stepped or self._turns > 0
-        if stepped or not self._turns or not _there_are(optimizers):
+        if stepped or not self._turns or not (why := why_lost()):
             return
         self._without += 1
         if self._without >= FEWEST and self._turns <= 4 * self._without:
             self._turns = LOOKS + 1
             if user_frames.users(frame) is not None:  # adapters keep gradients, or report behind a step only
-                logger.warning(_TEXT, step)
-
-
-def _there_are(optimizers: Sequence[Optimizer]) -> bool:
-    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-    return any(parameter.grad is not None for parameters in groups for parameter in parameters)
+                logger.warning(_TEXT, step, why)

@@ -289,7 +289,8 @@ class Checkpointer:
         if reason is not None:
             raise UsageError(reason.what, remedy=reason.remedy)
         run.state.carried.give(step, carry)
-        run.accumulation.look(step, run.state.optimizers, run.saver.fence.num_steps, sys._getframe(1))
+        run.state.gradients.note()
+        run.accumulation.look(step, lambda: run.state.gradients.why_lost, run.saver.fence.num_steps, sys._getframe(1))
         if self._proof is not None:
             self._proof.made(step, sys._getframe(1))
         with torch.inference_mode(False):  # an evaluation may be around it
@@ -416,6 +417,7 @@ class Checkpointer:
             return never(step, wanted, "the first steps are made again")
         run, step = self._running(), whole_number(step)
         run.state.carried.require(step)
+        run.state.gradients.note()
         with self._saves:
             if run.last is not None and step < run.last.version.step:
                 raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
@@ -857,7 +859,7 @@ class Checkpointer:
         """
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
-        direct, last, changed = run.saver.memory is None, run.last, run.changed
+        direct, last, changed = run.saver.memory is None, run.last, self._why_changed(run)
         if changed:
             run.lower.stays_away(run)
         given_up = last.given_up if last is not None else ""
@@ -892,6 +894,19 @@ class Checkpointer:
             why = f"{changed} after it was reported; {remedy}" if changed else given_up
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
         return True
+
+    @staticmethod
+    def _why_changed(run: Run) -> str:
+        """Return why this rank does not hold the last step any more, or another one where all save straight to storage, or none.
+
+        Collective there, if the last step is not saved yet.
+        """
+        changed, last = run.changed, run.last
+        is_saved = last is not None and not last.given_up and last.version.step >= run.state_step
+        if run.saver.memory is not None or is_saved or run.state_step < 0:
+            return changed
+        told = enumerate(collectives.gather_json(run.job.group, changed))
+        return changed or next((f"rank {rank}: {why}" for rank, why in told if why), "")
 
     def _wait_for(self, run: Run, last: SaveHandle) -> SaveHandle:
         """Wait until a version is durable: the last one, or the next older one that is whole where another rank abandoned it."""

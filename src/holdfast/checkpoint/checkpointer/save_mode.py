@@ -6,11 +6,12 @@ Decided once per restore, by all ranks together, because a version is made of wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TypeAlias
 
 from holdfast.base.config import Config
-from holdfast.base.errors import KeeperLost, MemoryRefused
+from holdfast.base.errors import KeeperError, KeeperLost, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
@@ -44,12 +45,17 @@ def reserved(
     """Return what saves from now on; `saver` is what did so before. Collective.
 
     Raises:
-        MemoryRefused: memory is required. UsageError: a value that cannot be saved; names it.
+        MemoryRefused, KeeperError: memory is required, and cannot be had. UsageError: a value that cannot be saved; names it.
     """
     before = saver.memory if saver is not None else None
-    if saver is not None and before is None:
-        saver.close()  # memory may be had again
     group, reason = job.group, job.no_keeper
+    if not reason and (cut_off := _cut_off(job, link)):
+        error = KeeperError(cut_off, remedy="give every node --listen ADDRESS --secret-file FILE (docs/security.md)")
+        if config.require_memory:
+            raise error
+        reason = str(error)
+    if saver is not None and (before is None or reason):
+        saver.close()  # without memory before: it may be had again
     if not reason:
         kept = saver = before or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
         try:
@@ -72,6 +78,32 @@ def reserved(
         direct.close()
         raise
     return direct
+
+
+def _cut_off(job: Job, link: KeeperLink) -> str:
+    """Return why no version in memory would ever be whole: rank 0's keeper cannot reach one that runs. Collective.
+
+    Empty if it reaches all. One that may only be slow counts as reached where anything is in memory: it is waited for.
+    """
+    nodes, group = job.topology.nodes, job.group
+    if len(nodes) == 1:
+        return ""
+
+    def ask() -> bytes:
+        client = link.require()
+        found = client.inventory()
+        if found.unheard and not found.copies:
+            found = client.inventory()
+        slow = set(found.unheard) if found.copies else set()
+        return json.dumps([one for one in found.silent if one[0] not in slow]).encode()
+
+    silent = dict(json.loads(collectives.share(group, ask)))
+    runs = job.topology.node_of[group.rank] not in silent or (link.client is not None and link.client.alive)
+    if not silent or not collectives.unanimous(group, runs):
+        return ""
+    node, error = min(silent.items())
+    more = f", nor {len(silent) - 1} others" if len(silent) > 1 else ""
+    return f"the keeper of {nodes[job.topology.node_of[0]]} cannot reach that of {nodes[node]}{more}: {error}"
 
 
 def _reserve(saver: Saver, *, wait: bool) -> None:

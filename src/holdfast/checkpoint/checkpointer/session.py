@@ -111,11 +111,17 @@ class Run:
         """
         if self.saver.fence.num_steps != self.optimizer_steps:
             return "an optimizer made a step"
-        memory = self.saver.memory
-        left_out = (
-            memory.left_out.why_changed(self.last.version) if memory is not None and self.last is not None else ""
-        )
-        return self.survivor.why_changed() or self.state.carried.why_changed() or left_out
+        if why := self.survivor.why_changed() or self.state.carried.why_changed():
+            return why
+        memory, version = self.saver.memory, self.job.version(max(0, self.state_step))
+        if memory is not None and memory.left_out.as_it_was(version) is not None:
+            return memory.left_out.why_changed(version)
+        if self.last is None or self.last.given_up or self.last.version < version:  # it would have to be gathered
+            try:
+                self.state.gather()
+            except Exception as error:  # noqa: BLE001 - of the user's objects; what was saved before is whole
+                return f"parameters or objects are not those of its state any more ({error})"
+        return ""
 
     def at(self, step: int) -> None:
         """The objects hold the state after `step` now."""

@@ -38,7 +38,7 @@ def pieces(name: str, module: nn.Module, rank: int) -> dict[int, Piece] | None:
     Raises:
         UsageError: parameters are not to be seen by themselves (`use_orig_params=False`).
     """
-    units = _units(module)
+    units = units_of(module)
     if not units:
         return None
     found: dict[int, Piece] = {}
@@ -80,7 +80,8 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _units(module: nn.Module) -> list[Any]:
+def units_of(module: nn.Module) -> list[Any]:
+    """Return the modules in a module, itself included, that the first FSDP wraps."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [m for m in module.modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, SupportsIndex
 
 from holdfast.base.config import Config
@@ -258,24 +256,8 @@ def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
 
 def _addresses(group: Ranks, topology: Topology, link: KeeperLink) -> tuple[str, ...]:
     """Return where the keepers find each other; each knows its own address, its port being the kernel's choice."""
-    rows = collectives.gather_json(group, [link.require().welcome.address, machine()])
-    firsts = [rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes))]
-    deaf = [node for node, (address, _) in enumerate(firsts) if not address.startswith("tcp:")]
-    if group.rank == 0 and deaf and len({machine for _, machine in firsts}) > 1:
-        logger.warning(
-            "the nodes stand on different machines, but the keeper of %s listens on none of its addresses: no replica "
-            "reaches or leaves it; give --listen and --secret-file",
-            topology.nodes[deaf[0]],
-        )
-    return tuple(address for address, _ in firsts)
-
-
-def machine() -> str:
-    """Return what no two machines share; containers of one machine do."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
+    rows = collectives.gather_json(group, link.require().welcome.address)
+    return tuple(rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes)))
 
 
 def _occupy(storage: Storage, run_id: str, *, known: str, required: bool) -> bytes:

@@ -89,7 +89,7 @@ class Writer:
     def _write(self) -> None:
         head = (MAGIC, os.getpid(), self._signal, self.phase, self._inside, self._settled)
         tail = (self._step, self._sequence, self._collective, self._thread, self._group_s, self._dump_fd)
-        _HEAD.pack_into(self._map, 0, *head, self._changes, *tail)
+        self._map[: _HEAD.size] = _HEAD.pack(*head, self._changes, *tail)  # pack_into makes all of it zero first
 
     def turn(self, phase: Phase) -> None:
         """Count what was done until now as the time since the last sign; from now on it is `phase`."""

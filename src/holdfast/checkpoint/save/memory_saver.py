@@ -105,6 +105,10 @@ class Contents(Protocol):
     def optimizers(self) -> list[Optimizer]:
         """Those whose step is the fence of a late copy; without any, everything is copied at the call."""
 
+    @property
+    def stepped(self) -> Callable[[Optimizer], None]:
+        """Is told of every step that one of them has made."""
+
     def gather(self) -> Gathered:
         """The state now."""
 
@@ -139,7 +143,7 @@ class Saver:
         optimizers = state.optimizers
         self._trust = MutationHistory(overlap=config.overlap and bool(optimizers))
         self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
-        self.fence.guard(optimizers)
+        self.fence.guard(optimizers, state.stepped)
         self._streams = SideStreams(behind_s=config.close_timeout_s)
         self._structure: Structure | None = None
         self._structure_key = self._storages = -1  # of the last save

@@ -99,7 +99,7 @@ class DirectSaver:
         self._place: RuntimePaths | None = place_of(job.assembly.root, config) if first else None
         self._resumed: Version | None = None
         self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
-        self.fence.guard(state.optimizers)
+        self.fence.guard(state.optimizers, state.stepped)
 
     def begin(self) -> None:
         """Says once, loudly, how this job saves, and refuses what cannot be saved before anything is trained.

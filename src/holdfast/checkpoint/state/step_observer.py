@@ -44,7 +44,7 @@ class Steps:
     Args:
         optimizers: those whose state is saved. Their parameters are what a step is judged by.
         before: called before such a step, in the thread that steps.
-        after: called behind it, unless it raised.
+        after: called with the optimizer behind it, unless it raised.
         recorded: called instead of both when the step is recorded into a graph, in the thread that records.
         warn: whether another optimizer over the same parameters is named in the log, once.
 
@@ -58,7 +58,7 @@ class Steps:
         optimizers: Iterable[Optimizer],
         *,
         before: Callable[[], None] = lambda: None,
-        after: Callable[[], None] = lambda: None,
+        after: Callable[[Optimizer], None] = lambda _: None,
         recorded: Callable[[], None] = lambda: None,
         warn: bool = False,
     ) -> None:
@@ -107,7 +107,7 @@ class Steps:
             left = self._inside.pop(thread, 1) - 1
             if left:
                 self._inside[thread] = left
-            self._after()
+            self._after(optimizer)
 
     def _concerns(self, optimizer: Optimizer) -> bool:
         if os.getpid() != self._pid:

@@ -40,6 +40,7 @@ from holdfast.checkpoint.entries.entries import (
     mismatch,
     twice,
 )
+from holdfast.checkpoint.entries.gradients_part import SAVES_THEM, GradientsPart
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
 from holdfast.checkpoint.entries.sharding import Layouts, as_patterns
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, LoadRecord, SavedTensor
@@ -59,7 +60,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _RNG = "rng"
 _INFO = "info"
 _CARRIED = "carried"
-_RESERVED = (_RNG, _INFO, _CARRIED, EXCLUDED, MEMORY_ORDER)
+_GRADIENTS = "gradients"
+_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, EXCLUDED, MEMORY_ORDER)
 
 
 class State:
@@ -80,6 +82,8 @@ class State:
     Attributes:
         info: what a caller writes beside a save.
         carried: values of the loop that live from step to step.
+        gradients: those that live from step to step.
+        stepped: told of every step that an optimizer has made.
         excluded: what the version says of entries that were left out of it.
         overwritten: entries of which an attempt that was not finished may have left a part in the objects. Whoever makes
             another state of the same objects hands it on.
@@ -107,7 +111,11 @@ class State:
         self.excluded.value = {"patterns": list(exclude)} if exclude else {}
         self._order = InfoPart(MEMORY_ORDER)
         self.carried = CarriedPart(_CARRIED)
-        self._parts += [self.info, self.excluded, self._order, self.carried, StatefulPart(_RNG, ProcessRandomness())]
+        theirs = any(getattr(type(value), SAVES_THEM, False) for value in objects.values())
+        self.gradients = GradientsPart(_GRADIENTS, lambda: self.optimizers, lambda: self.modules, off=theirs)
+        self.stepped = self.gradients.stepped
+        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients]
+        self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
         self._overlooked = UnsavedStateCheck(self._in_no_version)

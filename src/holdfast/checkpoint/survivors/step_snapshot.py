@@ -33,6 +33,8 @@ from holdfast.tiers.format import values as value_codec
 
 # More is not noted: such a state is saved, not noted.
 MAX_BYTES = 4 << 20
+# More of gradients is not noted, and the step that left them neither; the next one may be.
+GRADIENT_BYTES = 1 << 20
 # Of a run's time, and what may be spent before there was any.
 SHARE, CREDIT_S = 0.01, 1.0
 MAGIC = 0x48464E31

@@ -40,5 +40,5 @@ class Window:
         """Removes the hooks."""
         self._steps.close()
 
-    def _end(self) -> None:
+    def _end(self, _: torch.optim.Optimizer) -> None:
         self._ended += 1

@@ -26,7 +26,7 @@ from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.reach.look import Look, Owner
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
-from holdfast.checkpoint.usage.carried_tensors import is_carried
+from holdfast.checkpoint.entries.carried_tensors import is_carried
 from holdfast.checkpoint.usage.user_frames import own
 
 

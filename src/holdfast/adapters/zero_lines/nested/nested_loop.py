@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters import living_gradients
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
 from holdfast.adapters.zero_lines.loop import Count, close, differs, is_foreign, is_refused, say, unknown
 from holdfast.adapters.zero_lines.nested.nested_items import Items
@@ -46,6 +45,7 @@ from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
+from holdfast.checkpoint.entries import living_gradients
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.training_state import State

@@ -16,7 +16,6 @@ import xxhash
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.adapters import living_gradients
 from holdfast.adapters.zero_lines.changes import Changed
 from holdfast.adapters.zero_lines.loop import Doubts, packed, unpacked
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Lost
@@ -24,10 +23,10 @@ from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.plain_values import has_set, is_plain
 from holdfast.base.errors import MismatchError
+from holdfast.checkpoint.entries import carried_tensors, living_gradients
+from holdfast.checkpoint.entries.carried_tensors import is_carried
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives
-from holdfast.checkpoint.usage import carried_tensors
-from holdfast.checkpoint.usage.carried_tensors import is_carried
 from holdfast.tiers.format import values as value_codec
 
 _KEYS = {"position", "starts", "rows", "gone", "carried", "unsure", "began", "number"}

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from holdfast.adapters.zero_lines.reach import held_arrays
@@ -45,14 +44,3 @@ def addresses_in(value: Any, depth: int = 0) -> set[int]:
         return set()
     parts = value.values() if isinstance(value, dict) else value
     return set().union(*(addresses_in(part, depth + 1) for part in parts if not isinstance(part, ATOMS)))
-
-
-def has_unreduced(part: nn.Module) -> bool:
-    """Tell whether `fully_shard` holds gradients of a module that are summed up and not reduced yet."""
-    state = part._get_fsdp_state() if isinstance(part, FSDPModule) else None
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    params = [param for group in groups for param in getattr(group, "fsdp_params", ())]
-    held = [getattr(group, "_partial_reduce_output", None) for group in groups]
-    held += [getattr(param, "unsharded_accumulated_grad", None) for param in params]
-    held += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
-    return any(grad is not None for grad in held)

@@ -58,7 +58,7 @@ from holdfast.adapters.zero_lines.reach.look import (
     refill,
     set_still,
 )
-from holdfast.adapters.zero_lines.reach.memory import addresses_in, has_unreduced, spans_of
+from holdfast.adapters.zero_lines.reach.memory import addresses_in, spans_of
 from holdfast.adapters.zero_lines.reach.plain_values import (
     ATOM_SET,
     ATOMS,
@@ -80,6 +80,7 @@ from holdfast.adapters.zero_lines.reach.tokens import (
     token_of_tensor,
 )
 from holdfast.base import config
+from holdfast.checkpoint.entries import living_gradients
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.entries.sharding import local_of
 
@@ -727,7 +728,7 @@ class Walk:
         self.foreign(f"the class of {path}", type(part))
         own = _MODULE_KEYS | names_of_wrappers(type(part))
         shown = {key: value for key, value in vars(part).items() if key not in own and not key.startswith(_OF_TORCH)}
-        self.found.fixed[f"gradients of {path} that no rank has reduced yet"] = has_unreduced(part)
+        self.found.fixed[f"gradients of {path} that no rank has reduced yet"] = living_gradients.has_unreduced(part)
         self.keys(path, shown, owner_of(part), asks=NO_PLACE)
         if self._is_users_object(part):
             self.visit(type(part).__qualname__, type(part), asks=NO_PLACE)

@@ -1,0 +1,232 @@
+"""Gradients that a step left behind and that the next optimizer step will read: part of the version of that step.
+
+A script that reports every micro-batch reports within an accumulation. What was added up until then lives in the gradients of the
+parameters, and nowhere else. Most scripts report behind an optimizer's step. There the gradients have been used, the next turn
+clears them, and nothing of them is saved.
+
+The two are told apart by a look behind each optimizer step: which tensor the gradient of each parameter is, and how often torch has
+counted a write to it. A gradient of which both are still so when a step is reported was used up. Any other lives.
+
+Of many parameters a sample is looked at, as long as a step was made since the last report, nothing of the sample lives, and the last
+look at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much is
+saved then, never too little.
+
+A script may also never clear what was used. Where a gradient is the same tensor at two optimizer steps, it is looked at once more,
+when the next backward pass begins to add to it: if nobody has written to it by then, all gradients live from there on.
+
+MUST NOT hold a gradient: its memory is the script's to free.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.entries import fsdp1, living_gradients
+from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
+from holdfast.checkpoint.entries.pytree import references
+from holdfast.checkpoint.entries.sharding import Layouts, local_of
+
+logger = logging.getLogger(__name__)
+
+# An object of a class that has this, and it is true, saves gradients in its own state.
+SAVES_THEM = "holdfast_saves_gradients"
+_LOST = "lost"
+# Of an optimizer with more parameters so many are looked at; all of them at every 64th report, and until three found nothing.
+SAMPLE = 512
+FULL_EVERY = 64
+FULL_FIRST = 3
+_Seen = tuple[weakref.ref[torch.Tensor], object]
+
+
+class GradientsPart(TransientPart):
+    """The living gradients of one rank, which are its own.
+
+    Args:
+        name: what their entries begin with.
+        optimizers: returns those that make steps.
+        modules: returns the models.
+
+    Attributes:
+        off: an object saves them itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizers: Callable[[], Iterable[Optimizer]],
+        modules: Callable[[], Iterable[nn.Module]],
+        *,
+        off: bool = False,
+    ) -> None:
+        super().__init__(name)
+        self.off = off
+        self._optimizers, self._modules = optimizers, modules
+        self._units: Sequence[Any] = ()  # that `fully_shard` was called with
+        self._used: dict[int, _Seen] = {}  # by a parameter's id: its gradient as its last step left it
+        self._living: dict[
+            str, tuple[torch.Tensor, _Seen]
+        ] = {}  # by number: a parameter, its gradient as it was reported
+        self._names: dict[int, str] = {}  # of parameters, by id
+        self._asked = self._uncleared = False  # whether the script clears what was used; what came of it
+        self._sample: dict[int, torch.Tensor] = {}  # by id: those looked at since the last report
+        self._steps = self._reports = self._plain = 0
+        self._unreduced = False
+        self._left = ""
+
+    def build(self, out: Collector) -> None:
+        """Nothing lasts; only looks at how the models are wrapped, and what their parameters are called."""
+        self._units = [
+            each for module in self._modules() for each in module.modules() if living_gradients.is_sharded(each)
+        ]
+        self._names = {key: owner.entry for key, owner in out.owners.items()}
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer made a step: what it read is used up."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._is_quick:
+            parameters = parameters[:: -(-len(parameters) // SAMPLE)]
+        used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
+        if not self._asked and used:
+            self._ask(next(p for p in parameters if id(p) in used))
+        self._used.update(used)
+        self._sample.update((id(p), p) for p in parameters)
+        self._steps += 1
+
+    def note(self) -> None:
+        """A step is reported now: finds what lives."""
+        steps, sample, quick = self._steps, self._sample, self._is_quick
+        self._steps, self._sample, self._living = 0, {}, {}
+        self._reports += 1
+        if self.off:
+            return
+        self._unreduced = any(map(living_gradients.has_unreduced, self._units))
+        if quick and steps and not any(map(self._lives, sample, sample.values())):
+            return
+        for number, (key, parameter) in enumerate(self._parameters().items()):
+            if (grad := parameter.grad) is not None and self._lives(key, parameter):
+                self._living[str(number)] = parameter, _seen(grad)
+        if steps:
+            self._plain = 0 if self._living else self._plain + 1
+
+    @property
+    def _is_quick(self) -> bool:
+        return self._plain >= FULL_FIRST and self._reports % FULL_EVERY != 0
+
+    def _lives(self, key: int, parameter: torch.Tensor) -> bool:
+        """Return whether the next step reads the gradient of a parameter."""
+        return (grad := parameter.grad) is not None and (self._uncleared or not _is(grad, self._used.get(key)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how much lives of the step that was reported last."""
+        grads = (parameter.grad for parameter, _ in self._living.values())
+        return sum(local_of(grad).nbytes for grad in grads if grad is not None)
+
+    @property
+    def why_lost(self) -> str:
+        """Return why the step that was reported last left gradients that no version can have; empty if it did not."""
+        if self._unreduced:
+            return "no rank has reduced them yet"
+        if not self._living:
+            return ""
+        if not all(p.grad is not None and _is(p.grad, seen) for p, seen in self._living.values()):
+            return "they were written or cleared after the step was reported"
+        if any(map(fsdp1.units_of, self._modules())):
+            return "the first FSDP holds them"
+        parts = (each for module in self._modules() for each in module.modules())
+        in_buckets = any(isinstance(each, DistributedDataParallel) and each.gradient_as_bucket_view for each in parts)
+        return living_gradients.why_not([parameter for parameter, _ in self._living.values()], in_buckets=in_buckets)
+
+    def report(self, out: Collector) -> None:
+        """Adds what lives, each rank its own; or why that is lost."""
+        if why := self.why_lost:
+            out.value(self.name, {_LOST: why})
+        elif self._living:
+            living = {number: parameter for number, (parameter, _) in self._living.items()}
+            of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
+            tree = {"of": of, "gradients": living_gradients.as_saved(living), "uncleared": self._uncleared}
+            out.transient(self.name, tree)
+
+    def plan(self, loading: Loading) -> None:
+        """Claims it if it is there. What another rank, or this one in another layout, had of other parts is left."""
+        offered = loading.offered(self.name)
+        self._left = ""
+        if not isinstance(offered, dict) or not all(name in loading.saved for name in references(offered)):
+            return
+        places = {str(number): self._place(p, loading.layouts) for number, p in enumerate(self._parameters().values())}
+        if all(places.get(number) == place for number, place in offered.get("of", {}).items()):
+            loading.claim_value(self.name, kind=dict)
+        else:
+            self._left = "they were added up in another layout"
+
+    def apply(self, loading: Loading) -> None:
+        """Puts back what lived; what lives here is of another step, and goes."""
+        saved = loading.value(self.name) if loading.has(self.name) else {}
+        if why := self._left or saved.get(_LOST, ""):
+            logger.warning("gradients were being added up when this version was saved, and are lost: %s", why)
+        if self.off:
+            return
+        self._uncleared = saved.get("uncleared", self._uncleared)
+        self.note()
+        for parameter, _ in self._living.values():
+            living_gradients.clear(parameter)
+        living_gradients.put(list(self._parameters().values()), saved.get("gradients", {}))
+        self.note()
+
+    def _ask(self, parameter: torch.Tensor) -> None:
+        """Looks, when the next backward pass comes to a parameter, whether its gradient is as its optimizer's step left it."""
+        before = self._used.get(id(parameter))
+        if before is None or before[0]() is not parameter.grad or not parameter.requires_grad:
+            return
+        self._asked = True
+
+        def look(_: torch.Tensor) -> None:
+            handle.remove()
+            if parameter.grad is not None and _is(parameter.grad, self._used.get(id(parameter))):
+                self._uncleared = True
+                logger.info(
+                    "this script does not clear gradients that an optimizer's step has used: versions have them"
+                )
+
+        handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
+
+    def _place(self, parameter: torch.Tensor, layouts: Layouts) -> list[Any]:
+        """Returns what a gradient is of: a parameter, or a part of it, on a rank of a job of so many."""
+        cut: list[Any] = []
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            cut = [str(parameter.placements), mesh.mesh.flatten().tolist(), list(mesh.mesh.shape)]
+        shape = list(parameter.shape)
+        return [self._names.get(id(parameter), ""), shape, cut, layouts.rank, len(layouts.everyone)]
+
+    def _parameters(self) -> dict[int, torch.Tensor]:
+        """Returns the parameters that are stepped, by id."""
+        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+        return {id(parameter): parameter for group in groups for parameter in group["params"]}
+
+
+def _seen(grad: torch.Tensor) -> _Seen:
+    """Returns what is of a gradient as long as it is the same tensor and nobody writes to it, as far as torch counts."""
+    return weakref.ref(grad), _count(grad)
+
+
+def _is(grad: torch.Tensor, seen: _Seen | None) -> bool:
+    """Tell whether a gradient is still as it was seen."""
+    return seen is not None and seen[0]() is grad and seen[1] == _count(grad)
+
+
+def _count(grad: torch.Tensor) -> object:
+    """Returns torch's count of writes; of what it counts none of, nothing that is ever equal."""
+    try:
+        return grad._version if type(grad) is torch.Tensor else local_of(grad)._version
+    except RuntimeError:  # made in inference mode
+        return object()
