@@ -674,6 +674,36 @@ def a_state_comes_back_bit_for_bit_with_late_copies() -> None:
 
 
 @case
+def gradients_that_live_come_back_on_their_device() -> None:
+    """The next backward pass adds to them while the version is still being copied."""
+    simulated.set_kernel_time(0.001)
+    simulated.set_copy_rate(200 * MIB)
+
+    def train(job: Job1, begin: int, end: int) -> float:
+        for number in range(begin, end):
+            job.forward(number)
+            if number % 4 == 3:
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            job.handles.append(job.checkpointer.step(number) if number < 11 else None)
+        return job.sum()
+
+    with directory() as root:
+        job = Job1(root / "whole")
+        job.checkpointer.restore()
+        expected = train(job, 0, 12)
+        job.checkpointer.close()
+        for begin, end in ((0, 6), (6, 12)):
+            job = Job1(root / "job")
+            assert job.checkpointer.restore() == begin
+            assert all((p.grad is None) == (begin == 0) for p in job.model.parameters())
+            ended = train(job, begin, end)
+            job.checkpointer.close()
+            assert not job.given_up(), job.given_up()
+        assert ended == expected
+
+
+@case
 def a_script_whose_default_device_is_the_accelerator_comes_back() -> None:
     torch.set_default_device(place())
     with directory() as root:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import forked
-from holdfast.checkpoint.entries import carried_tensors, living_gradients
+from holdfast.checkpoint.entries import carried_tensors, gradients_part, living_gradients
 from kit.checkpointers import Make
 
 WORKER = str(Path(__file__).with_name("accumulation_worker.py"))
@@ -158,6 +158,8 @@ def test_gradients_that_were_used_up_cost_nothing(
         assert not [name for name in gathered.tensors if name.startswith("gradients")]
         named = [name for group in gathered.values.values() for name in group if "gradients" in name]
         assert not named or number == 0 or not none  # only names, where a later step may find the gradients in place
+    assert not checkpointer._run.state.gradients._uncleared
+    assert not any(parameter._backward_hooks for parameter in loop.model.parameters())
 
 
 class Heads(torch.nn.Module):
@@ -244,6 +246,21 @@ def test_what_lives_here_gives_way_to_what_lived_in_the_version_that_is_gone_bac
     assert all(map(torch.equal, loop.run(at + 1, 12, checkpointer), whole))
 
 
+def test_gradients_that_a_script_never_clears_live_on(make: Make) -> None:
+    whole = Loop(clear="never").run(0, 24)
+    loop = Loop(clear="never")
+    checkpointer = loop.kept(make, every="0")
+    loop.run(0, 12, checkpointer)  # in which it was seen
+    checkpointer.close()
+    for begin, end in ((12, 16), (16, 24)):
+        again = Loop(clear="never")
+        checkpointer = again.kept(make, every="0")
+        assert checkpointer.last_restore.version.step == begin - 1
+        ended = again.run(begin, end, checkpointer)
+        checkpointer.close()
+    assert all(map(torch.equal, ended, whole))
+
+
 def test_a_version_that_lacks_gradients_says_so_when_it_is_restored(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,3 +313,34 @@ def test_gradients_of_odd_kinds_are_not_carried(make: Make, kind: str) -> None:
             "sparse": "they are sparse, or cut in another way than their parameters",
         }[kind]
     )
+
+
+def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, seen = [], gradients_part._seen
+    monkeypatch.setattr(gradients_part, "SAMPLE", 5)
+    monkeypatch.setattr(gradients_part, "_seen", lambda grad: looks.append(1) or seen(grad))
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(100)]
+    halves = [torch.optim.SGD(parameters[:50], lr=0.1), torch.optim.SGD(parameters[50:], lr=0.1)]
+    part = gradients_part.GradientsPart("gradients", lambda: halves, list)
+
+    def turn(*optimizers: torch.optim.Optimizer) -> int:
+        looks.clear()
+        sum(each.sum() for each in parameters).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            part.stepped(optimizer)
+        part.note()
+        found = part.num_bytes
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return found
+
+    for turns in range(gradients_part.FULL_EVERY + 1):
+        assert turn(*halves) == 0
+        assert len(looks) == (100 if turns < gradients_part.FULL_FIRST or turns == gradients_part.FULL_EVERY else 10)
+    assert turn(halves[0]) >= 50 * 3 * 4, "the other half lives, and what of the first was not looked at may"
+    assert turn(halves[0]) == 50 * 3 * 4
+    assert turn() == 100 * 3 * 4
+    assert turn(*halves) == 0

@@ -55,3 +55,23 @@ def test_what_is_written_is_known_however_many_versions_came_since() -> None:
     for step in range(many, 2 * many):  # and what storage never takes is bounded
         save(step, durable=True)
     assert len(board.being_written()) <= coordinator_board.MAX_VERSIONS + coordinator_board.MAX_WRITTEN
+
+
+def test_what_is_on_its_way_to_a_second_copy_is_known_however_many_versions_were_left_out() -> None:
+    """A line of minutes and a step of a second: what is forgotten on its way there would never be called replicated."""
+    slow, newer, many = Version(1, 0), Version(1, 1), 3 * coordinator_board.MAX_VERSIONS
+    topology = Topology(("a", "b"), (0, 1))
+    bundles = [BundleRef(f"own{rank}", (rank,), num_bytes=8) for rank in (0, 1)]
+    layouts = [RankLayout(rank, (bundles[rank],), (f"own{rank}",)) for rank in (0, 1)]
+    board = Board(topology)
+    for layout in layouts:
+        board.register(layout)
+    for version in (slow, newer):
+        for rank, layout in enumerate(layouts):
+            seal = Seal(f"own{rank}", "0" * 16, 8)
+            board.sealed([RankReport(version, rank, layout.fingerprint, (seal,), False)])
+    for step in range(2, many):
+        board.abandoned(Version(1, step), 0, "left out")
+    board.replicated(slow, 1, ("own0",))
+    told = board.replicated(slow, 0, ("own1",))
+    assert [(news.kind, news.version) for news in told if isinstance(news, Announcement)] == [(Kind.REPLICATED, slow)]

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from holdfast.core.versions.replication_lag import FACTOR, FIRST_PATIENCE_S, LEAST_PATIENCE_S, ReplicationLag
+from holdfast.core.versions.replication_lag import (
+    FACTOR,
+    FIRST_PATIENCE_S,
+    LEAST_PATIENCE_S,
+    MOST_PATIENCE_S,
+    SIGN_S,
+    STILL_PATIENCE_S,
+    ReplicationLag,
+)
 
 
 def test_there_is_patience_while_nothing_is_outstanding() -> None:
@@ -40,3 +48,34 @@ def test_success_with_a_newer_version_outstanding_starts_anew() -> None:
     patience.replicated(9.0, newest=False)
     assert patience.lasts(9.0 + LEAST_PATIENCE_S)
     assert not patience.lasts(9.1 + 9.0 * FACTOR)
+
+
+def test_what_moves_is_waited_for_longer_but_not_for_ever() -> None:
+    patience = ReplicationLag()
+    patience.captured(0.0)
+    patience.moved(FIRST_PATIENCE_S)
+    assert patience.lasts(FIRST_PATIENCE_S + SIGN_S)
+    assert not patience.lasts(FIRST_PATIENCE_S + SIGN_S + 0.1), "nothing moves any more"
+    patience.moved(MOST_PATIENCE_S)
+    assert patience.lasts(MOST_PATIENCE_S)
+    assert not patience.lasts(MOST_PATIENCE_S + 0.1)
+
+
+def test_a_replication_that_took_long_does_not_make_a_dead_line_hold_slots_for_long() -> None:
+    patience = ReplicationLag()
+    patience.captured(0.0)
+    patience.replicated(200.0, newest=False)
+    assert not patience.keeps_up
+    assert not patience.lasts(200.0 + STILL_PATIENCE_S + 0.1)
+
+
+def test_what_storage_overtakes_is_waited_for_no_longer_than_what_does_not_move() -> None:
+    patience = ReplicationLag()
+    patience.captured(0.0)
+    patience.moved(50.0)
+    assert patience.lasts(50.0)
+    patience.stored()
+    assert not patience.lasts(50.0)
+    patience.replicated(51.0, newest=False)
+    patience.moved(51.0 + STILL_PATIENCE_S + 1.0)
+    assert patience.lasts(51.0 + STILL_PATIENCE_S + 1.0), "the next one has the same chance"

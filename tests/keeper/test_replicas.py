@@ -22,6 +22,7 @@ from holdfast.core.model import Level, Seal, Version
 from holdfast.core.versions.coordinator_board import Kind
 from holdfast.core.versions.replication_lag import FIRST_PATIENCE_S
 from holdfast.keeper.replication import replicator as replicate
+from holdfast.keeper.slots import overwrite_guard
 from keeper.rig import Rig, eventually, reached, save_all
 from kit.replica_nodes import RESUMED, TICKS, Node, seal_of, without_descriptors
 
@@ -291,6 +292,28 @@ def test_a_pull_that_waits_too_long_is_an_alarm_and_one_line_of_the_log(
     assert not node.state.alarms.raised
     node.hear(Kind.REPLICATED, Version(1, 4))
     node.goes_on(Version(1, 5))
+
+
+def test_a_replica_is_kept_while_another_node_is_still_sent_its_own(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow line nodes are done seconds apart, and a whole transfer would have been in vain."""
+    monkeypatch.setattr(replicate, "GRACE_S", 0.0)
+    node = make_node()
+    node.assemble(1)
+    node.state.resume(1, None)
+    node.replicate(Version(1, 0))
+    stands, newer = Version(1, 1), Version(1, 2)
+    node.hear(Kind.CAPTURED, stands)
+    node.rest()
+    node.hear(Kind.SENDING, stands)
+    node.hear(Kind.CAPTURED, newer)
+    for _ in range(TICKS):
+        node.tick()
+    assert not node.state.need_ledger().reports().dropped
+    monkeypatch.setattr(overwrite_guard, "SIGN_S", 0.0)
+    node.tick()
+    assert node.state.need_ledger().reports().dropped == (stands,)
 
 
 def test_a_pull_that_the_system_refuses_is_told_and_tried_again(make_node: MakeNode) -> None:

@@ -57,10 +57,10 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
-def packed(value: Any) -> Any:
-    """Returns a value as it is saved."""
+def packed(value: Any, *, copied: bool = True) -> Any:
+    """Returns a value as it is saved; with its own tensors, for who saves it at once, unless they are `copied`."""
     if isinstance(value, torch.Tensor):
-        return {_KEY: value.detach().clone(), "device": str(value.device)}
+        return {_KEY: value.detach().clone() if copied else value.detach(), "device": str(value.device)}
     if next(tensors(value), None) is None:
         return value
     if isinstance(value, dict):

@@ -10,6 +10,13 @@ counted a write to it. A gradient of which both are still so when a step is repo
 One that was used up and is the same tensor from step to step is cleared in place. Of it a version has the name: it comes back as
 zero. A parameter with a gradient of zero is stepped by decay and momentum, and one with none is not.
 
+Of many parameters a sample is looked at, as long as every optimizer made a step since the last report, nothing of the sample lives, and
+the last looks at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much
+is saved then. What a backward pass behind the step gives to parameters outside of the sample alone is found at the next look at all.
+
+A script may also never clear what was used. Where a gradient is the same tensor at two optimizer steps, it is looked at once more,
+when the next backward pass begins to add to it: if nobody has written to it by then, all gradients live from there on.
+
 MUST NOT hold a gradient: its memory is the script's to free.
 """
 
@@ -36,6 +43,10 @@ logger = logging.getLogger(__name__)
 # An object of a class that has this, and it is true, saves gradients in its own state.
 SAVES_THEM = "holdfast_saves_gradients"
 _LOST = "lost"
+# Of an optimizer with more parameters so many are looked at; all of them at every 64th report, and until three found nothing.
+SAMPLE = 512
+FULL_EVERY = 64
+FULL_FIRST = 3
 _Seen = tuple[weakref.ref[torch.Tensor], object]
 
 
@@ -66,11 +77,16 @@ class GradientsPart(TransientPart):
         self._used: dict[int, _Seen] = {}  # by a parameter's id: its gradient as its last step left it
         self._stays: set[int] = set()  # ids of parameters whose gradient is not known to be made anew for each step
         self._others: list[weakref.ref[torch.Tensor]] = []  # parameters of the models that no optimizer steps
-        self._zero: list[str] = []  # names of parameters whose gradient was used up and is there, as it was reported
+        # The names of gradients that were used up and are there, as they were reported; True: all but these.
+        self._zero: tuple[bool, list[str]] | tuple[()] = ()
         self._living: dict[
             str, tuple[torch.Tensor, _Seen]
         ] = {}  # by number: a parameter, its gradient as it was reported
         self._names: dict[int, str] = {}  # of parameters, by id
+        self._asked = self._uncleared = False  # whether the script clears what was used; what came of it
+        self._sample: dict[int, torch.Tensor] = {}  # by id: those looked at since the last report
+        self._stepped: set[int] = set()  # optimizers since the last report, by id
+        self._reports = self._plain = 0
         self._unreduced = False
         self._left = ""
 
@@ -88,32 +104,51 @@ class GradientsPart(TransientPart):
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            key, grad = id(parameter), parameter.grad
-            if grad is None:
-                continue
-            if (before := self._used.get(key)) is None or before[0]() is grad:
-                self._stays.add(key)
-            else:
-                self._stays.discard(key)
-            self._used[key] = _seen(grad)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._is_quick:
+            parameters = parameters[:: -(-len(parameters) // SAMPLE)]
+        used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
+        if not self._asked and used:
+            self._ask(next(p for p in parameters if id(p) in used))
+        for key, seen in used.items():
+            before = self._used.get(key)
+            (self._stays.add if before is None or before[0]() is seen[0]() else self._stays.discard)(key)
+        self._used.update(used)
+        self._sample.update((id(p), p) for p in parameters)
+        self._stepped.add(id(optimizer))
 
     def note(self) -> None:
         """A step is reported now: finds what lives."""
-        self._living, self._zero = {}, []
+        all_stepped = self._stepped.issuperset(map(id, self._optimizers()))
+        sample, quick = self._sample, self._is_quick
+        self._stepped, self._sample, self._living, self._zero = set(), {}, {}, ()
+        self._reports += 1
         if self.off:
             return
-        used = self._used.get
-        for number, (key, parameter) in enumerate(self._parameters().items()):
-            if (grad := parameter.grad) is None:
-                continue
-            if not _is(grad, used(key)):
-                self._living[str(number)] = parameter, _seen(grad)
-            elif key in self._stays and key in self._names and living_gradients.may_be_zero(parameter, grad):
-                self._zero.append(self._names[key])
-        if self._zero and any(map(fsdp1.units_of, self._modules())):
-            self._zero = []
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
+        if quick and all_stepped:
+            others = (p for each in self._others[:: -(-len(self._others) // SAMPLE) or 1] if (p := each()) is not None)
+            if not any(map(self._lives, sample, sample.values())) and all(p.grad is None for p in others):
+                return
+        zero: list[str] = []
+        absent: list[str] = []
+        for number, (key, parameter) in enumerate(self._parameters().items()):
+            if (grad := parameter.grad) is not None and self._lives(key, parameter):
+                self._living[str(number)] = parameter, _seen(grad)
+            elif (name := self._names.get(key)) is not None:
+                is_there = grad is not None and key in self._stays and living_gradients.may_be_zero(parameter, grad)
+                (zero if is_there else absent).append(name)
+        if zero and not any(map(fsdp1.units_of, self._modules())):
+            self._zero = (True, absent) if len(absent) < len(zero) else (False, zero)
+        self._plain = self._plain + 1 if all_stepped and not self._living and not self._zero else 0
+
+    @property
+    def _is_quick(self) -> bool:
+        return self._plain >= FULL_FIRST and self._reports % FULL_EVERY != 0
+
+    def _lives(self, key: int, parameter: torch.Tensor) -> bool:
+        """Return whether the next step reads the gradient of a parameter."""
+        return (grad := parameter.grad) is not None and (self._uncleared or not _is(grad, self._used.get(key)))
 
     @property
     def num_bytes(self) -> int:
@@ -137,13 +172,14 @@ class GradientsPart(TransientPart):
         return living_gradients.why_not([parameter for parameter, _ in self._living.values()], in_buckets=in_buckets)
 
     def report(self, out: Collector) -> None:
-        """Adds copies of what lives, each rank its own; or why that is lost."""
+        """Adds what lives, each rank its own; or why that is lost."""
         if why := self.why_lost:
             out.value(self.name, {_LOST: why})
         elif self._living or self._zero:
             living = {number: parameter for number, (parameter, _) in self._living.items()}
             of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
-            out.transient(self.name, {"of": of, "gradients": living_gradients.copied(living), "zero": self._zero})
+            kept = {"uncleared": self._uncleared, "zero": self._zero}
+            out.transient(self.name, {"of": of, "gradients": living_gradients.as_saved(living), **kept})
 
     def plan(self, loading: Loading) -> None:
         """Claims it if it is there. What another rank, or this one in another layout, had of other parts is left."""
@@ -164,15 +200,34 @@ class GradientsPart(TransientPart):
             logger.warning("gradients were being added up when this version was saved, and are lost: %s", why)
         if self.off:
             return
+        self._uncleared = saved.get("uncleared", self._uncleared)
         self.note()
         for parameter, _ in self._living.values():
             living_gradients.clear(parameter)
         living_gradients.put(list(self._parameters().values()), saved.get("gradients", {}))
-        zero = set(saved.get("zero", ()))
+        all_but, names = saved.get("zero") or (False, [])
+        named = set(names)
         for key, parameter in self._parameters().items():
-            if parameter.grad is None and self._names.get(key) in zero:
+            if parameter.grad is None and key in self._names and (self._names[key] in named) != all_but:
                 living_gradients.put_zero(parameter)
         self.note()
+
+    def _ask(self, parameter: torch.Tensor) -> None:
+        """Looks, when the next backward pass comes to a parameter, whether its gradient is as its optimizer's step left it."""
+        before = self._used.get(id(parameter))
+        if before is None or before[0]() is not parameter.grad or not parameter.requires_grad:
+            return
+        self._asked = True
+
+        def look(_: torch.Tensor) -> None:
+            handle.remove()
+            if parameter.grad is not None and _is(parameter.grad, self._used.get(id(parameter))):
+                self._uncleared = True
+                logger.info(
+                    "this script does not clear gradients that an optimizer's step has used: versions have them"
+                )
+
+        handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
 
     def _place(self, parameter: torch.Tensor, layouts: Layouts) -> list[Any]:
         """Returns what a gradient is of: a parameter, or a part of it, on a rank of a job of so many."""

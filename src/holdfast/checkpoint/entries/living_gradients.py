@@ -40,18 +40,18 @@ def packed(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> 
     if not there_are(parameters, cleared):
         return {}
     found = {str(number): p for number, p in enumerate(parameters) if p.grad is not None}
-    return None if why_not(found.values()) else copied(found)
+    return None if why_not(found.values()) else as_saved(found, copied=True)
 
 
-def copied(parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns copies of gradients that can be carried; of one in host memory that is zero, only that it is there."""
+def as_saved(parameters: Mapping[str, torch.Tensor], *, copied: bool = False) -> dict[str, Any]:
+    """Returns gradients that can be carried, or copies of them; of one in host memory that is zero, only that it is there."""
     grads = {name: local_of(p.grad) for name, p in parameters.items() if p.grad is not None}
     zero = {
         name
         for name, grad in grads.items()
         if grad.is_cpu and may_be_zero(parameters[name], grad) and not grad.count_nonzero()
     }
-    return {name: {} if name in zero else carried_tensors.packed(grad) for name, grad in grads.items()}
+    return {name: {} if name in zero else carried_tensors.packed(grad, copied=copied) for name, grad in grads.items()}
 
 
 def why_not(parameters: Iterable[torch.Tensor], *, in_buckets: bool = False) -> str:

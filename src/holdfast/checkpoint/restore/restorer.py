@@ -7,7 +7,8 @@ else the next older version. Only when all have loaded is the state applied, "re
 Every step can be interrupted: nothing is recorded before the end.
 
 A fresh start is only: no manifest, no inventory. Versions that exist and cannot be used are an error, never a silent
-start from nothing. Nor does anything begin with objects of which an attempt has filled a part: a version may vanish while
+start from nothing. Those that were in memory alone and went with their node are gone: then the job begins anew, aloud
+(`core.recovery.begin_anew`). Nor does anything begin with objects of which an attempt has filled a part: a version may vanish while
 it is read. Called by `checkpoint.checkpointer.checkpointer`.
 """
 
@@ -247,7 +248,7 @@ class Restorer:
             return None
         found = self.decisions.newest_saved()
         saved = found.choice or found.awaited
-        if saved is None and found.exists:
+        if saved is None and found.exists and not found.lost:
             return None  # an error, which the usual way tells
         self.recorded = saved.version if saved is not None else None
         self.table = found.choice.bundles if found.choice is not None else ()
@@ -306,6 +307,10 @@ class Restorer:
                 )
             collectives.together(self._job.group, self._state.require_untouched)
             return RestoreReport(None, found.reason)
+        if found.lost and wanted is None and not self._asked.required:
+            collectives.together(self._job.group, self._state.require_untouched)
+            logger.error("%s: the job begins anew, and all that was trained is lost: %s", found.lost, found.reason)
+            return RestoreReport(None, f"{found.lost}; {found.reason}")
         kind = CorruptError if refused else VersionNotFound
         what = f"{wanted} cannot be used" if wanted else "versions exist, but none can be used"
         raise kind(

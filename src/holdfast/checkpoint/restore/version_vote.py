@@ -18,6 +18,7 @@ from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.restore.fetcher import Holder
 from holdfast.core.model import Topology, Version
 from holdfast.core.recovery import version_choice
+from holdfast.core.recovery.begin_anew import may_begin_anew
 from holdfast.core.recovery.version_choice import Choice, ChoiceDeferred, Copy, Facts, Quarantine, Stored, Unreachable
 from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.rpc.client import Inventory
@@ -37,6 +38,7 @@ class Verdict:
         reason: one sentence why, with what was refused.
         exists: whether there is any version at all, usable or not. What the ranks of a job were saving when it ended, and no
             keeper ever heard that all of it was captured, is none.
+        lost: why the job may begin anew although versions exist; empty: it may not.
         awaited: what cannot be reached and may be newer than all that can; then there is no choice.
         pause_s: for so long all ranks wait before they ask again; 0: this is the answer.
     """
@@ -46,6 +48,7 @@ class Verdict:
     exists: bool
     awaited: ChoiceDeferred | None = None
     pause_s: float = 0.0
+    lost: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -158,7 +161,21 @@ def decide(findings: Findings, job: Job, out: Exclusions, *, wanted: Version | N
         return Verdict(None, reason, exists, decision.value)
     if decision.value is None:
         _require_something(findings, reason, out, job.lineage, wanted=wanted)
-    return Verdict(decision.value, reason, exists)
+    return Verdict(
+        decision.value, reason, exists, lost="" if decision.value else _lost(findings, _facts(findings, job, out))
+    )
+
+
+def _lost(findings: Findings, facts: Facts) -> str:
+    inventory = findings.inventory
+    decision = may_begin_anew(
+        facts,
+        dict(inventory.levels),
+        in_storage=bool(findings.stored or findings.useless or findings.unread),
+        silent=bool(inventory.silent),
+        condemned=inventory.condemned,
+    )
+    return decision.reason if decision.value else ""
 
 
 def require_known(findings: Findings, found: Verdict, topology: Topology) -> None:

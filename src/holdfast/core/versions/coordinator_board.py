@@ -30,6 +30,9 @@ from holdfast.core.versions.bundle_table import Table, disagreement, new_table
 MAX_VERSIONS = 32
 # Versions on their way to storage that stay besides, the newest: storage may take longer than any number of saves.
 MAX_WRITTEN = 8
+# Captured versions that second copies are awaited of stay besides: as many as a rank has slots, and one. While a copy
+# takes its time any number of versions may be begun and left out.
+MAX_AWAITED = 4
 # Layouts remembered; a job has one, or two when optimizer state appears with the first step.
 MAX_LAYOUTS = 8
 
@@ -107,6 +110,7 @@ class Kind(enum.Enum):
     ABANDONED = "abandoned"
     SUSPECT = "suspect"
     DROPPED = "dropped"  # by one node: its copies count no more, and from here on it may overwrite them
+    SENDING = "sending"  # bytes of it leave a node, to be its second copy
     AT_WORK = "at work"
     WRITTEN = "written"
     FAILED = "failed"
@@ -114,6 +118,8 @@ class Kind(enum.Enum):
 
 # These say nothing of the version itself, and are told only to those in the same line of writers.
 OF_WRITING = (Kind.AT_WORK, Kind.WRITTEN, Kind.FAILED)
+# Told to whoever follows, and to nobody later: silence tells as well.
+FLEETING = (*OF_WRITING, Kind.SENDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +306,10 @@ class Board:
             if Level.CAPTURED in entry.reached and Level.REPLICATED not in entry.reached:
                 entry.under_replicated = self._under_replicated(entry)
         return []
+
+    def sending(self, node: int, versions: Iterable[Version]) -> list[Action]:
+        """Bytes of these leave a node: whoever waits for second copies has patience."""
+        return [Announcement(Kind.SENDING, v, f"node {node} sends it", node=node) for v in versions]
 
     def written(self, report: PartReport) -> list[Action]:
         """A node's bundles and part are in storage."""
@@ -524,12 +534,18 @@ class Board:
         entry.commit_ordered = True
         return [CommitOrder(version, entry.layout, tuple(entry.parts[name] for name in sorted(entry.parts)))]
 
+    def _is_awaited(self, version: Version, entry: _Entry) -> bool:
+        """Return whether its second copies may be on their way."""
+        is_newer = self._safest is None or version > self._safest
+        return is_newer and Level.CAPTURED in entry.reached and Level.REPLICATED not in entry.reached
+
     def _forget(self) -> None:
-        """Bounded: the oldest settled versions go first; never an open one, nor the newest captured one, nor what is written."""
+        """Bounded: the oldest settled versions go first; never an open one, nor the newest captured ones, nor what is written."""
         excess = len(self._entries) - MAX_VERSIONS
         if excess > 0:
             written = sorted(v for v, entry in self._entries.items() if entry.is_written)[-MAX_WRITTEN:]
-            kept = {*written, *([self._newest] if self._newest is not None else [])}
+            awaited = sorted(v for v, entry in self._entries.items() if self._is_awaited(v, entry))[-MAX_AWAITED:]
+            kept = {*written, *awaited, *([self._newest] if self._newest is not None else [])}
             settled = (v for v, entry in self._entries.items() if not entry.is_open and v not in kept)
             for version in sorted(settled)[:excess]:
                 del self._entries[version]

@@ -89,6 +89,7 @@ class Reports:
     Attributes:
         heard: versions that are known to be captured: the newest, and those on their way to storage.
         failures, at_work: of writing to storage; said once, and not again to a new coordinator.
+        sending: versions of which bytes leave this node to be replicas; said every second.
         examined: copies of bundles whose twins differ; said once as well.
         dropped: versions whose copies here are to count no more; until DROPPED answers they stay as they are.
     """
@@ -104,6 +105,7 @@ class Reports:
     at_work: tuple[Version, ...] = ()
     examined: tuple[Examined, ...] = ()
     dropped: tuple[Version, ...] = ()
+    sending: tuple[Version, ...] = ()
 
 
 class NodeLedger:

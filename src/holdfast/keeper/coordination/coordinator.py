@@ -16,7 +16,7 @@ import msgspec
 from holdfast.base.errors import Fenced
 from holdfast.core.model import Version
 from holdfast.core.scheduling.step_agreement import Diary, Proposal
-from holdfast.core.versions.coordinator_board import OF_WRITING, Action, Announcement, Board, CommitOrder, Kind
+from holdfast.core.versions.coordinator_board import FLEETING, Action, Announcement, Board, CommitOrder, Kind
 from holdfast.core.versions.node_ledger import Reports
 from holdfast.keeper.rpc.messages import Appointed, Assembly, News, encode, pack
 from holdfast.keeper.rpc.server import Connection
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_HISTORY = 128
 # A node that does not follow for so long writes nothing: its keeper is dead, or cannot reach us. A new line takes less.
 ABSENT_S = 2.0
+# That a version is on its way to its second copy is said no more often, however many nodes send.
+SIGN_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Coordinator:
         self._history: OrderedDict[tuple[Version, Kind, int], Announcement] = OrderedDict()
         self._table = ("", msgspec.Raw())  # of the layout that was announced last, encoded
         self._newest: Version | None = None  # captured
+        self._sent: tuple[Version | None, float] = (None, 0.0)  # that was last said to be on its way, and when
         self._absent: set[int] = set()
         self._changed_s = time.monotonic()
 
@@ -80,6 +83,7 @@ class Coordinator:
         for failure in reports.failures:
             self._carry_out(self._board.failed(node, failure))
         self._carry_out(self._board.at_work(node, reports.at_work))
+        self._carry_out(self._board.sending(node, reports.sending))
         for exam in reports.examined:
             self._carry_out(self._board.examined(exam))
 
@@ -130,7 +134,7 @@ class Coordinator:
 
     def _announce(self, announcement: Announcement) -> None:
         logger.debug("%s %s: %s", announcement.version, announcement.kind.value, announcement.reason)
-        if announcement.kind in OF_WRITING:
+        if announcement.kind in FLEETING:
             self._pass_on(announcement)
             return
         self._history[announcement.version, announcement.kind, announcement.node] = announcement
@@ -149,8 +153,14 @@ class Coordinator:
                 self._carry_out(self._board.lost(node))
 
     def _pass_on(self, announcement: Announcement) -> None:
-        """Pass on to those in the same lines; nobody else is told, and nobody later: silence tells them as well."""
-        concerned = self._board.in_line_with(announcement.version, announcement.node)
+        """Pass on to those in the same lines, or of what is sent to all, once in a second; nobody is told later."""
+        version, concerned = announcement.version, frozenset(self._followers)
+        if announcement.kind is Kind.SENDING:
+            if self._sent[0] == version and time.monotonic() - self._sent[1] < SIGN_EVERY_S:
+                return
+            self._sent = version, time.monotonic()
+        else:
+            concerned = self._board.in_line_with(version, announcement.node)
         news = self._news(announcement, with_table=False)
         body = encode(news)
         for node, follower in self._followers.items():

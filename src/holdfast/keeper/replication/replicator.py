@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 NUM_REPLICA_SLOTS = 2
 # Captured versions whose time is remembered for the lag.
 MAX_WATCHED = 64
-# How long a replica that stands is kept for other nodes that still pull theirs of the same version.
+# How long a replica that stands is kept for other nodes that still pull theirs of the same version, and nobody says so.
 GRACE_S = 1.0
 RECEIVING = "receiving"
 
@@ -400,7 +400,8 @@ class Replicator:
         since = self._in_the_way.setdefault(version, time.monotonic())
         while len(self._in_the_way) > MAX_WATCHED:
             del self._in_the_way[min(self._in_the_way)]
-        return time.monotonic() - since < GRACE_S or not self._state.guard.may_drop(ledger, version)
+        guard = self._state.guard
+        return guard.is_sent(version) or time.monotonic() - since < GRACE_S or not guard.may_drop(ledger, version)
 
 
 def to_refill(

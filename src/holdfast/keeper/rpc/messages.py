@@ -71,6 +71,7 @@ class Inventory:
         reachable, silent: indices of the nodes whose keepers answered; (index, reason) of those that did not.
         unheard: those of `silent` that may answer later, and hold anything. Of the others nobody listens, or said no.
         parity: every piece of parity that stands.
+        condemned: versions of which a copy was taken out of use.
     """
 
     copies: tuple[MemoryCopy, ...]
@@ -81,6 +82,7 @@ class Inventory:
     silent: tuple[tuple[int, str], ...] = ()
     unheard: tuple[int, ...] = ()
     parity: tuple[PieceCopy, ...] = ()
+    condemned: tuple[Version, ...] = ()
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="is", kw_only=True):

@@ -131,6 +131,7 @@ class Keeper:
         )
         pace = Pace(options.network.bandwidth)
         self._peers = PeerRequests(self._state, lambda: self._coordinator_client.coordinator, pace, self._sending)
+        self._state.guard.rate = self._peers.rate
         self._preloader = Preloader(self._state, lazy_storage, self._activities, self._peers.survey)
         self._operations = self._connected(lazy_storage, reserve, incoming)
         place.socket.unlink(missing_ok=True)  # of a keeper that was killed; we hold the lock, so nobody listens there
@@ -262,6 +263,7 @@ class Keeper:
         """Do what is due by the clock; return the seconds until the next look."""
         self._trainers.reap()
         self._peers.yield_slots(self._saving.starved())
+        self._peers.give_sign()
         self._replicator.tick()
         self._parity.tick()
         with self._state.lock:

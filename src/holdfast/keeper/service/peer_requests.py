@@ -2,7 +2,8 @@
 
 Also the questions that anybody may ask: inventory and status. A slot that is being sent is pinned for the connection that
 asked for its seals; the pins go when that one ends, when nothing moves on it and on the further lines of its transfer, or
-when a local save is starved of a slot: a slow peer never slows training.
+when a local save is starved of a slot that the guard would give it then: a slow peer never slows training, and what is
+awaited of it is not cut off in vain. While replicas leave, the coordinator is given a sign of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.base.errors import Fenced, HoldfastError, KeeperError, KeeperLost, VersionNotFound
 from holdfast.core.model import Seal
 from holdfast.core.recovery.parity_choice import REBUILT
+from holdfast.core.versions.node_ledger import Reports
 from holdfast.keeper.coordination.coordinator import Coordinator
 from holdfast.keeper.replication.rate_limit import Pace
 from holdfast.keeper.rpc import messages
@@ -35,6 +37,8 @@ SEND_BLOCK_TIMEOUT_S = 10.0
 # A peer that pinned a slot and takes nothing this long has its pins taken off. At 1 Mbit/s a block takes 2 s.
 STALL_S = 3.0
 ASK_PEER_TIMEOUT_S = 3.0
+# A sign that replicas leave is given so often, and while a block left within the second time. At 1 Mbit/s one takes 2 s.
+SIGN_EVERY_S, SIGN_FOR_S = 1.0, 3.0
 MAX_AT_ONCE = 32
 # Lines beside the first of each transfer, for all peers together: each has a descriptor, and a thread while it sends.
 MAX_FURTHER_LINES = 32
@@ -48,11 +52,18 @@ class _Transfer:
         lines: the connections, the first of which asks for seals; each with its turns once it sends what is paced.
         held: pinned for it.
         moved_s: when a block left last, on any line.
+        paced: of blocks of replicas: how many bytes left, when the first of them did, and the last.
     """
 
     lines: dict[Connection, Turns | None]
     held: list[HeldSlot] = field(default_factory=list)
     moved_s: float = 0.0
+    paced: tuple[int, float, float] = (0, 0.0, 0.0)
+
+    def sends(self, num_bytes: int, now_s: float) -> None:
+        """A block of a replica leaves."""
+        sent, since_s, _ = self.paced
+        self.paced = sent + num_bytes, since_s or now_s, now_s
 
     @property
     def first(self) -> Connection:
@@ -83,6 +94,7 @@ class PeerRequests:
         self._windows = windows
         self._coordinator = coordinator
         self._transfers: dict[Connection, _Transfer] = {}
+        self._signed_s = 0.0
         self._speaks: dict[int, int] = {}  # node -> the number of the connection on which it reports
 
     def attach(self, connection: Connection, hello: Hello) -> None:
@@ -226,6 +238,7 @@ class PeerRequests:
             if turns is not None:
                 self._pace.wait(num_bytes)
                 turns.wait(held.rank, num_bytes, moves)
+                transfer.sends(num_bytes, time.monotonic())
             moves()
 
         try:
@@ -270,11 +283,42 @@ class PeerRequests:
         now, ranks = time.monotonic(), set(starved)
         with self._state.lock:
             for transfer in self._transfers.values():
-                needed = any(held.rank in ranks and not held.replica for held in transfer.held)
+                needed = any(self._would_be_free(held) for held in transfer.held if held.rank in ranks)
                 if transfer.held and (needed or now - transfer.moved_s > STALL_S):
                     logger.info("a transfer to node %d yields its slots", transfer.first.greeted.node)
                     transfer.cut()
                     self._unpin(transfer)
+
+    def _would_be_free(self, held: HeldSlot) -> bool:
+        return not held.replica and self._state.guard.is_free(held, but=PIN)
+
+    def give_sign(self) -> None:
+        """Says every second which versions leave this node to be replicas: whoever waits for them has patience."""
+        now = time.monotonic()
+        with self._state.lock:
+            if now - self._signed_s < SIGN_EVERY_S:
+                return
+            sent = {
+                held.version
+                for transfer in self._transfers.values()
+                if now - transfer.paced[2] <= SIGN_FOR_S
+                for held in transfer.held
+                if not held.replica and held.version is not None
+            }
+            if sent:
+                self._signed_s = now
+                self._state.callbacks.report(Reports(sending=tuple(sorted(sent))))
+
+    def rate(self) -> float:
+        """Return at how many bytes per second replicas leave now, of all peers together."""
+        now = time.monotonic()
+        with self._state.lock:
+            paced = [transfer.paced for transfer in set(self._transfers.values())]
+        return sum(
+            sent / (now - since_s)
+            for sent, since_s, last_s in paced
+            if now - since_s >= SIGN_EVERY_S and now - last_s <= SIGN_FOR_S
+        )
 
     def _unpin(self, transfer: _Transfer) -> None:
         held, transfer.held = transfer.held, []
@@ -367,7 +411,7 @@ class PeerRequests:
 
 def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inventory:
     """One inventory of all that answered; a keeper's copies are named by the index it was asked under."""
-    copies, parity = list(own.copies), list(own.parity)
+    copies, parity, condemned = list(own.copies), list(own.parity), {*own.condemned}
     tables, suspects, levels = dict(own.tables), dict(own.suspects), dict(own.levels)
     reachable, silent, unheard = list(own.reachable), [], []
     for index, found in sorted(others.items()):
@@ -379,6 +423,7 @@ def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inve
         reachable.append(index)
         copies += [replace(copy, node=index) for copy in found.copies]
         parity += [replace(piece, node=index) for piece in found.parity]
+        condemned.update(found.condemned)
         tables.update(found.tables)
         suspects.update(found.suspects)
         for version, level in found.levels:
@@ -393,6 +438,7 @@ def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inve
         silent=tuple(silent),
         unheard=tuple(unheard),
         parity=tuple(parity),
+        condemned=tuple(sorted(condemned)),
     )
 
 

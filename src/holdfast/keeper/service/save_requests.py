@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.base.errors import Fenced, HoldfastError, LevelNotReached, UsageError
 from holdfast.core.model import Version
+from holdfast.core.versions.replication_lag import LEAST_PATIENCE_S
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.messages import FREE_SLOTS, NO_SLOT, Begin, Begun, ImageThere, refusal
@@ -102,6 +103,8 @@ class SaveRequests:
     def _try(self, waiting: _Waiting) -> bool:
         """Gives the slot if the guard allows; else notes why not."""
         state, request, rank = self._state, waiting.request, waiting.trainer.rank
+        if request.durable and not request.comes_back and time.monotonic() - waiting.since_s > LEAST_PATIENCE_S:
+            state.guard.lag.stored()  # or is about to be: the end of a job may have seconds
         slots = [h for h in state.slot_pool.of_rank(rank) if not h.outgrown and h.slot.num_bytes >= request.num_bytes]
         decision = state.need_ledger().begin(rank, request.version, [self._state.guard.view(held) for held in slots])
         if decision.value is None and self._failover.yield_slots(rank):
@@ -111,6 +114,8 @@ class SaveRequests:
         held = state.slot_pool.get(decision.value) if decision.value is not None else None
         if held is None:
             kept = [str(slot.version) for slot in slots if state.guard.awaits_replicas(slot)]
+            if kept:
+                state.guard.say_slow()
             why = f"; nothing newer than {kept[0]} has a second copy yet" if kept else ""
             waiting.reason = decision.reason + why
             return False
@@ -156,11 +161,15 @@ class SaveRequests:
             return min(deadlines, default=float("inf")) - now
 
     def starved(self) -> list[int]:
-        """Ranks whose save has waited for half of its time; whoever is only sent bytes from their slots must yield."""
+        """Ranks whose save has waited for half of its time, or for seconds; whoever is only sent bytes from their slots must
+        yield.
+        """
         now = time.monotonic()
         with self._state.lock:
             patient = [w for w in self._waiting if w.request.timeout_s >= STARVED_S or not w.request.comes_back]
-            return [w.trainer.rank for w in patient if now - w.since_s >= w.request.timeout_s / 2]
+            return [
+                w.trainer.rank for w in patient if now - w.since_s >= min(w.request.timeout_s / 2, LEAST_PATIENCE_S)
+            ]
 
     def waits(self, rank: int) -> bool:
         """Return whether a save of this rank waits for a slot."""

@@ -57,6 +57,10 @@ class AlarmBook:
                 logger.warning("%s: %s", key, text)
                 self._push(f"alarm {key}", Alarm(key=key, text=text))
 
+    def is_raised(self, key: str) -> bool:
+        """Return whether an alarm of that key stands."""
+        return key in self.raised
+
     def calm(self, key: str) -> None:
         """End an alarm: what it was about is over."""
         with self._lock:

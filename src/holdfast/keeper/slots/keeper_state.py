@@ -267,6 +267,10 @@ class NodeState:
             if told.kind in OF_WRITING:
                 self.callbacks.writing(told)
                 return
+            if told.kind is Kind.SENDING:
+                if ledger.awaits_copies(told.version):
+                    self.guard.sent(told.version)
+                return
             if not ledger.told(told):
                 return
             if told.kind is Kind.SUSPECT:
@@ -281,8 +285,9 @@ class NodeState:
                 self._captured(told)
             if told.kind is Kind.REPLICATED:
                 newest = ledger.knowledge.captured == ledger.newest(Level.REPLICATED)
-                self.guard.lag.replicated(time.monotonic(), newest=newest)
-                self.alarms.calm("replication")
+                self.guard.replicated(newest=newest)
+            if told.kind is Kind.DURABLE and Level.REPLICATED not in ledger.standing(told.version).reached:
+                self.guard.lag.stored()
             if told.kind in (Kind.PERSIST, Kind.DURABLE):
                 self.callbacks.writing(told)
             self.slot_pool.collect(self.guard.is_free)

@@ -54,6 +54,7 @@ def inventory(state: NodeState) -> Inventory:
             if bundle_id not in held.condemned
         ]
         pieces = (held.parity for held in state.slot_pool.sealed() if held.parity is not None and not held.condemned)
+        condemned = {held.version for held in state.slot_pool.sealed() if held.version is not None and held.condemned}
         levels = {version: max(told.reached) for version, told in state.past.levels.items() if told.reached}
         return Inventory(
             copies=tuple(copies),
@@ -62,4 +63,5 @@ def inventory(state: NodeState) -> Inventory:
             levels=tuple(levels.items()),
             reachable=(state.node,),
             parity=tuple(PieceCopy.of(state.node, piece) for piece in pieces),
+            condemned=tuple(sorted(condemned)),
         )

@@ -17,6 +17,8 @@ BACKLOG = 256
 _KNOCK_S = 1.0
 # A node that vanished says nothing: the kernel asks it every few seconds, and gives it up after about half a minute.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+# That the system takes beyond what is on its way. With megabytes in its buffers a slow line would look dead for seconds, then quick.
+UNSENT_BYTES = 512 << 10
 
 
 def listen(host: str, ports: Sequence[int] = (0,)) -> socket.socket:
@@ -131,6 +133,7 @@ def name(host: str, port: int) -> str:
 
 def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
