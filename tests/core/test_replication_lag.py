@@ -72,10 +72,10 @@ def test_a_replication_that_took_long_does_not_make_a_dead_line_hold_slots_for_l
 def test_what_storage_overtakes_is_waited_for_no_longer_than_what_does_not_move() -> None:
     patience = ReplicationLag()
     patience.captured(0.0)
-    patience.moved(50.0)
-    assert patience.lasts(50.0)
+    patience.moved(25.0)
+    assert patience.lasts(25.0)
     patience.stored()
-    assert not patience.lasts(50.0)
-    patience.replicated(51.0, newest=False)
-    patience.moved(51.0 + STILL_PATIENCE_S + 1.0)
-    assert patience.lasts(51.0 + STILL_PATIENCE_S + 1.0), "the next one has the same chance"
+    assert not patience.lasts(25.0)
+    patience.replicated(26.0, newest=False)
+    patience.moved(26.0 + MOST_PATIENCE_S)
+    assert patience.lasts(26.0 + MOST_PATIENCE_S), "the next one has the same chance"

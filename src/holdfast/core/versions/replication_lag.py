@@ -23,11 +23,11 @@ LEAST_PATIENCE_S = 5.0
 # Patience is this many times what the last replication took.
 FACTOR = 3.0
 # But where nothing moves no more than this, however long that took.
-STILL_PATIENCE_S = 60.0
+STILL_PATIENCE_S = 30.0
 # Who sends says so every second. So long a sign counts: a block takes 2 s at 1 Mbit/s.
 SIGN_S = 5.0
-# Patience with what moves.
-MOST_PATIENCE_S = 240.0
+# Patience with what moves. Meanwhile saves are left out, so a process that is lost costs as much: half of the durable cadence.
+MOST_PATIENCE_S = 30.0
 
 
 @dataclass(slots=True)
