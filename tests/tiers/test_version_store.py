@@ -226,6 +226,28 @@ def test_pinned_versions_are_not_retired(store: Storage) -> None:
     assert store.versions() == []
 
 
+def test_nothing_is_put_back_into_what_took_the_place_of_the_root(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, V1)
+    delete = LocalBackend.delete
+
+    def late(self: LocalBackend, *names: str) -> None:
+        monkeypatch.setattr(LocalBackend, "delete", delete)
+        delete(self, *names)
+        (tmp_path / "root").rename(tmp_path / "away")
+        (tmp_path / "root").mkdir()
+        monkeypatch.setattr(type(store.marks), "pins", unanswered)
+
+    def unanswered(_: object) -> set[Version]:
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(LocalBackend, "delete", late)
+    with pytest.raises(StorageError, match="vanished"):
+        store.retire(V1)
+    assert list((tmp_path / "root").iterdir()) == []
+
+
 @pytest.mark.parametrize("how", ["pin", "hold", "unreadable"])
 def test_version_that_is_marked_in_the_moment_of_its_removal_stays(
     store: Storage, monkeypatch: pytest.MonkeyPatch, how: str
