@@ -7,6 +7,7 @@ first steps were rehearsed. It comes back on its device, in memory of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,22 +62,23 @@ def packed(value: Any, *, copied: bool = True) -> Any:
     """Returns a value as it is saved; with its own tensors, for who saves it at once, unless they are `copied`."""
     if isinstance(value, torch.Tensor):
         return {_KEY: value.detach().clone() if copied else value.detach(), "device": str(value.device)}
-    if next(tensors(value), None) is None:
-        return value
-    if isinstance(value, dict):
-        return {key: packed(part) for key, part in value.items()}
-    return type(value)(map(packed, value))
+    return _within(value, partial(packed, copied=copied))
 
 
 def unpacked(value: Any) -> Any:
     """Returns a value as it was."""
     if isinstance(value, dict) and value.keys() == {_KEY, "device"}:
         return value[_KEY].detach().to(value["device"]).clone()
+    return _within(value, unpacked)
+
+
+def _within(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a value with its parts changed; one without tensors as it is."""
     if next(tensors(value), None) is None:
         return value
     if isinstance(value, dict):
-        return {key: unpacked(part) for key, part in value.items()}
-    return type(value)(map(unpacked, value))
+        return {key: change(part) for key, part in value.items()}
+    return type(value)(map(change, value))
 
 
 def token(value: Any) -> object:
