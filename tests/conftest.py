@@ -197,7 +197,10 @@ def pytest_judge(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    """Below what was skipped, so that whoever sees only the end of the output sees it."""
+    yield
     left = config.stash.get(LEFT_BEHIND, [])
     if left:
         terminalreporter.section("left behind by the tests (this fails the run)", red=True)
