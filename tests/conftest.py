@@ -72,6 +72,7 @@ class Leftovers:
         for log in (path for path in files if path.name == "keeper.log"):
             said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
             lines += [f"    {line}" for line in said]  # a keeper that failed leaves its directory, and says why
+        gc.unfreeze()
         gc.collect()  # what nobody can reach any more lets go of its descriptors now
         while _own_memory_files() - self.memory_before and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -210,7 +211,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="module")
 def without_collector() -> Iterator[None]:
-    """Trees of all sources are large: looking through them for garbage takes longer than making them."""
+    """Trees of all sources are large: looking through them for garbage takes longer than making them.
+
+    What is garbage already is collected first: frozen, it would keep its descriptors to the end.
+    """
+    gc.collect()
     gc.disable()
     yield
     gc.freeze()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from keeper.rig import eventually
 from keepers_kit import wait_ended
 
 Make = Callable[..., holdfast.Checkpointer]
@@ -115,10 +116,12 @@ def leave(checkpointer: holdfast.Checkpointer) -> None:
 
 
 def kill_keeper(checkpointer: holdfast.Checkpointer) -> None:
-    """SIGKILL to the keeper; returns when it is gone."""
-    keeper = psutil.Process(checkpointer.keeper_status()["pid"])
+    """SIGKILL to the keeper; returns when it is gone and this rank has noticed: a save then asks for a new one."""
+    client = checkpointer._run.link.require()  # type: ignore[union-attr]
+    keeper = psutil.Process(client.welcome.pid)
     keeper.kill()
     wait_gone(keeper)
+    eventually(lambda: not client.alive)
 
 
 def wait_gone(process: psutil.Process) -> None:
