@@ -579,7 +579,8 @@ class Ends:
     def kill(self): os.killpg(worker.pid, signal.SIGKILL) if worker.poll() is None else None
     def safe(self): return "the newest state is that after step 7"
 assert worker.stdout.readline().strip() == "up"
-signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+for number in (signal.SIGTERM, signal.SIGINT):  # a shell ignores the second one in what it runs in the background
+    signal.signal(number, lambda *_: print("handled"))
 guard = exit_guard.ExitGuard(Ends(), [signal.SIGTERM, signal.SIGINT], grace_s=float(sys.argv[1]), also_ends=lambda: [])
 print(worker.pid, flush=True)
 lock = (ctypes.c_byte * 64)()
