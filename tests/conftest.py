@@ -33,7 +33,7 @@ settings.register_profile("default", deadline=None, max_examples=50)
 settings.register_profile("slow", deadline=None)
 
 # Keepers that were told to end need a moment to do so; nothing that is healthy needs longer.
-GRACE_S = 10.0
+GRACE_S = 30.0
 MARK = "TEST_SUITE_OF_HOLDFAST"
 SOURCES = Path(__file__).resolve().parent.parent / "src"
 

@@ -83,7 +83,7 @@ def run(tmp_path: Path, world: int, work: str, steps: int, *names: str, timeout_
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait(10)
+            worker.wait(30)
             worker._close()
     assert all(one["seam"] == "torch.distributed.pipelining.schedules" for one in told)
     return [seen([one["rows"][number] for one in told]) for number in range(len(names))]

@@ -18,7 +18,7 @@ import psutil
 from holdfast.testing.contracts.adapter_processes import keepers_under
 
 # What `tests/conftest.py` gives everything that is left at the end of the suite.
-GRACE_S = 10.0
+GRACE_S = 30.0
 
 
 def end_keepers(runtime: Path, grace_s: float = GRACE_S) -> None:

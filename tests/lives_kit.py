@@ -102,7 +102,7 @@ class Lives:
         finally:
             for worker in workers:
                 worker.kill()
-                worker.wait(10)
+                worker.wait(30)
                 worker._close()
         rows = [[json.loads(line) for line in lines if line.endswith("\n")] for lines in told]
         self._judge(rows)

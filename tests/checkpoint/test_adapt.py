@@ -102,7 +102,7 @@ def test_a_turn_is_waited_for_as_long_as_two_steps_take(monkeypatch: pytest.Monk
     thread.join(0.2)
     assert not said
     gate.open(None)
-    thread.join(10)
+    thread.join(30)
     assert said == [True]
 
 

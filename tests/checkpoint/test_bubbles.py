@@ -28,7 +28,7 @@ def test_a_turn_is_given_in_a_wait_with_room_and_taken_back_when_it_ends() -> No
     thread.join(0.2)
     assert thread.is_alive(), "no turn while the trainer computes"
     gate.open(None)
-    thread.join(10)
+    thread.join(30)
     assert said == [True], "a wait that nobody knows may be used"
 
 
@@ -47,13 +47,13 @@ def test_the_fence_and_an_endless_silence_give_every_turn(monkeypatch: pytest.Mo
     while not gate._changed._waiters:  # until it sleeps
         time.sleep(0.001)
     gate.hurry(True)
-    thread.join(10)
+    thread.join(30)
     assert said == [False], "the fence does not wait for the end of patience"
     gate.hurry(False)
     for patience_s, why in ((0.1, "nobody steered the gate"), (60.0, "nor is what is left held back once more")):
         monkeypatch.setattr("holdfast.checkpoint.pipeline.copy_gate.PATIENCE_S", patience_s)
         thread, said = turn_of(gate, 0.01)
-        thread.join(10)
+        thread.join(30)
         assert said == [False], why
 
 

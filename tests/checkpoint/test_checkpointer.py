@@ -376,6 +376,28 @@ def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(ma
     assert (tmp_path / "job" / "i000002-s0000000002" / "manifest.json").exists()
 
 
+def test_a_keeper_that_dies_within_a_save_is_replaced_before_the_next_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, overlap=False)
+    checkpointer.restore()
+    begin = KeeperClient.begin
+
+    def dies(*told: Any, **options: Any) -> Any:
+        monkeypatch.setattr(KeeperClient, "begin", begin)
+        kill_keeper(checkpointer)
+        return begin(*told, **options)
+
+    monkeypatch.setattr(KeeperClient, "begin", dies)
+    names: list[str] = []
+    checkpointer.events.subscribe(lambda event: names.append(event.name))
+    assert checkpointer.save(0).given_up
+    eventually(lambda: "memory_level_back" in names)
+    assert names.count("memory_level_lost") == 1
+    assert checkpointer.save(1).wait("captured", 60) == holdfast.Level.CAPTURED
+
+
 def test_cadence_and_close_make_the_last_step_durable(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, every=2, durable_every="4")

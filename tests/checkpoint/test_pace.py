@@ -97,7 +97,7 @@ def test_only_the_waits_of_the_own_step_count(bubbles: Bubbles) -> None:
         schedules._wait_batch_p2p([Work()])
         stranger = threading.Thread(target=schedules._wait_batch_p2p, args=([Work()],))
         stranger.start()
-        stranger.join(10)
+        stranger.join(30)
         bubbles.thread = None
         schedules._wait_batch_p2p([Work()])  # an evaluation, with no step of this schedule around it
         other._begin_step()

@@ -205,7 +205,7 @@ def reader(stored: Stored) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=30)
 
 
 def test_a_killed_reader_leaves_its_chunk_to_the_others(

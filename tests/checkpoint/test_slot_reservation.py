@@ -46,7 +46,7 @@ def memory(tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     yield hurt
     hurt.give()
     hurt.keeper.terminate()  # it removes what it made
-    hurt.keeper.wait(10)
+    hurt.keeper.wait(30)
 
 
 def versions(base: Path) -> list[Version]:

@@ -168,7 +168,7 @@ class Room:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.barrier = threading.Barrier(world_size, timeout=10)
+        self.barrier = threading.Barrier(world_size, timeout=30)
         self.rows: dict[int, bytes] = {}
         self.meetings = 0
 

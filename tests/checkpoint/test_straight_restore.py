@@ -142,7 +142,7 @@ def test_training_goes_on_before_memory_is_made_and_the_first_save_waits_for_it(
     finally:
         control.write_text("")
         keeper.terminate()
-        keeper.wait(10)
+        keeper.wait(30)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_killed_in_the_middle_of_it_leaves_nothing_half_done(jobs: Jobs) -> None
     for rank in jobs_killed_while_restoring(jobs):
         rank.kill()
     for rank in jobs.ranks:
-        rank.wait(10)
+        rank.wait(30)
     jobs.ranks.clear()
     files = sorted(path.name for path in (jobs.root / "incarnations").iterdir())
     assert "000002.resumed.json" not in files, "a restore that did not end resumed from nothing"

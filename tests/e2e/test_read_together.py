@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_while_it_reads_ends_the_restore_and_spoils_nothin
     (jobs.home / "go").touch()
     assert jobs.ranks[1 - reader].wait(layout_jobs.TIMEOUT_S) != 0, "the other one does not wait for it"
     assert not (jobs.root / "incarnations" / "000002.resumed.json").exists(), jobs.logs(name)
-    jobs.ranks[reader].wait(10)
+    jobs.ranks[reader].wait(30)
     jobs.ranks.clear()
     hop(jobs, first, "ddp", 2, big=BIG)
 

@@ -658,7 +658,7 @@ def test_a_worker_that_the_guard_has_told_is_not_told_again() -> None:
         wait_for(agent.is_ending, "the end to begin", str)
         worker.stdin.close()
         ending.join(30)
-        assert worker.wait(10) == 0
+        assert worker.wait(30) == 0
 
 
 # As a library that makes a daemon: all descriptors are closed, and the numbers are the script's from then on.

@@ -128,7 +128,7 @@ def test_ranks_that_go_on_under_another_id_let_each_other_in(make_rig: MakeRig) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
     assert faults == []
     assert trainers[0].client.inventory().copies == ()
 

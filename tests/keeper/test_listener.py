@@ -71,7 +71,7 @@ def caller_to(address: str, hello: messages.Hello, security: frames.Security | N
 
 
 def plain(address: str) -> socket.socket:
-    return socket.create_connection(tcp.parse(address), timeout=10)
+    return socket.create_connection(tcp.parse(address), timeout=30)
 
 
 def until_cut_off(sock: socket.socket) -> bytes:

@@ -124,7 +124,7 @@ def port() -> Iterator[MetricsPort]:
 
 
 def ask(port: MetricsPort, request: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", port.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", port.port), timeout=30) as client:
         client.sendall(request)
         client.shutdown(socket.SHUT_WR)
         answer = b""
@@ -165,7 +165,7 @@ def test_anything_else_is_refused_shortly(port: MetricsPort, request_bytes: byte
 def test_who_sends_a_byte_now_and_then_delays_nobody_and_no_end() -> None:
     """Longer than a request may take altogether, and more of them than are served at a time."""
     served = MetricsPort(0, lambda: "page\n")
-    slow = [socket.create_connection(("127.0.0.1", served.port), timeout=10) for _ in range(2 * MAX_CLIENTS)]
+    slow = [socket.create_connection(("127.0.0.1", served.port), timeout=30) for _ in range(2 * MAX_CLIENTS)]
     ended = threading.Event()
 
     def trickle() -> None:
@@ -185,7 +185,7 @@ def test_who_sends_a_byte_now_and_then_delays_nobody_and_no_end() -> None:
             with contextlib.suppress(ConnectionError):
                 while client.recv(65536):
                     pass
-        again = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+        again = socket.create_connection(("127.0.0.1", served.port), timeout=30)
         again.send(b"G")
         served.stop()
         assert again.recv(1) == b""
@@ -230,7 +230,7 @@ def test_a_keeper_serves_its_metrics_when_asked(tmp_path: Path) -> None:
         trainers = rig.start()
         version = save_all(trainers, 7, durable=True)
         reached(trainers, version, Level.DURABLE)
-        with urllib.request.urlopen(f"http://127.0.0.1:{number}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{number}/metrics", timeout=30) as answer:
             text = answer.read().decode()
     assert 'holdfast_version_step{node="n0"' in text
     steps = {

@@ -221,7 +221,7 @@ def test_proved_chunks_are_handed_on_before_the_bundle_is_whole() -> None:
     thread = threading.Thread(target=lambda: waiting.append(one.ask(connection, ask).ready))
     thread.start()
     incoming.proved(landing, 2000)
-    thread.join(10)
+    thread.join(30)
     assert waiting == [3000]
     incoming.end(ONCE, {"b": landing}, "the disk is gone")
     with pytest.raises(VersionNotFound):

@@ -6,7 +6,7 @@ import threading
 
 from holdfast.keeper.rpc.thread_pool import ThreadPool
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 def test_work_waits_for_a_thread_and_all_of_it_is_done() -> None:

@@ -51,7 +51,7 @@ class Proxy:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in tuple(self._threads):
-            thread.join(10)
+            thread.join(30)
 
     def _run(self, work: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=work, args=args, daemon=True)
@@ -76,7 +76,7 @@ class Proxy:
         for sock in (client, server):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        there.join(10)
+        there.join(30)
         self._socks -= {client, server}
         client.close()
         server.close()

@@ -89,7 +89,7 @@ def _life(life: int, case: Case, root: Path, plant: str, found: list[str]) -> li
         found.append(f"life {life} waited for ever: {_last_words(root, life)}")
     for rank in ranks:
         rank.kill()
-        rank.wait(10)
+        rank.wait(30)
     return [rank.returncode or 0 for rank in ranks]
 
 

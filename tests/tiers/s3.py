@@ -170,7 +170,7 @@ def s3_server() -> Iterator[Server]:
             state.released.set()
             proxy.shutdown()
             proxy.server_close()
-            thread.join(10)
+            thread.join(30)
     finally:
         moto.stop()
 

@@ -202,7 +202,7 @@ def test_removal_races_a_reader_and_the_reader_gets_all_or_an_error(tmp_path: Pa
 
         thread = threading.Thread(target=read)
         thread.start()
-        started.wait(10)
+        started.wait(30)
         writer.retire(version)
         thread.join(30)
         assert not thread.is_alive()

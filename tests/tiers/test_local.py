@@ -99,7 +99,7 @@ def test_of_many_creators_one_wins_and_the_rest_is_fenced(backend: LocalBackend)
     start = threading.Barrier(8)
 
     def create(number: int) -> None:
-        start.wait(10)
+        start.wait(30)
         for turn in range(20):
             try:
                 results.append(backend.create(f"v/{turn}", bytes([number]), stamp=STAMP))

@@ -15,7 +15,7 @@ from holdfast.tiers.memory import slots as memory
 from holdfast.tiers.memory.page_populate import Populator
 from holdfast.tiers.memory.slots import Slot
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 RUN = 1 << 20
 
 

@@ -122,7 +122,7 @@ abort.start()
 abort.join(0.2)
 print(abort.is_alive(), x.add_(1).tolist())
 device.set_abort("goes on")
-abort.join(10)
+abort.join(30)
 print(abort.is_alive())
 """
     answer = forked.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=60)

@@ -68,7 +68,7 @@ def test_host_waits_for_numbers_without_holding_pythons_lock(sim: ModuleType) ->
     time.sleep(0.05)
     assert waiting.is_alive(), "item() came back from a device that hangs"
     sim.free()
-    waiting.join(10)
+    waiting.join(30)
     assert not waiting.is_alive()
 
 

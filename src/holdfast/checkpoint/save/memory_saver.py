@@ -353,6 +353,7 @@ class Saver:
             self._leave_out(handle, str(error))
         except KeeperLost as error:
             self.give_up(handle, f"the keeper is lost: {error.what}")
+            self._link.mend()
         except HoldfastError as error:
             self.give_up(handle, str(error))
         except Exception as error:  # a fault of ours or of the device must not end the training
@@ -400,7 +401,6 @@ class Saver:
         self.fence.release()
         client = self._link.client
         if client is None:
-            self._link.mend()
             raise KeeperLost("a new one is being started")
         if self._link.silent:
             raise LevelNotReached("the keeper of this node does not answer")

@@ -148,12 +148,13 @@ class Caller:
 
     def _end(self, reason: str) -> None:
         with self._lock:
+            was_left = self._closing  # whoever sees that it is lost may close it at once
             self._lost = reason
             waiting, self._waiting = self._waiting, {}
         self._channel.close()
         for call in waiting.values():
             call.done.set()
-        if not self._closing:
+        if not was_left:
             self._on_lost(reason)
 
 

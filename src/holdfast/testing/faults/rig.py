@@ -33,7 +33,7 @@ from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.storage.version_store import open_storage
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 # The program of a keeper that can be hurt, and what stands before the name of its control file.
 INJECT = ("holdfast.testing.faults.inject",)
 
