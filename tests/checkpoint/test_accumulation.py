@@ -126,7 +126,7 @@ class Loop:
         self.model(torch.full((4, 8), float(number % 5))).square().mean().backward()
         if ends:
             self.optimizer.step()
-        if ends and self.clear == "behind":
+        if (ends and self.clear == "behind") or (self.clear == "second" and (number + 1) % (2 * self.turns) == 0):
             self.optimizer.zero_grad(set_to_none=self.none)
 
     def run(self, begin: int, end: int, checkpointer: Any = None) -> list[torch.Tensor]:
@@ -246,14 +246,32 @@ def test_what_lives_here_gives_way_to_what_lived_in_the_version_that_is_gone_bac
     assert all(map(torch.equal, loop.run(at + 1, 12, checkpointer), whole))
 
 
-def test_gradients_that_a_script_never_clears_live_on(make: Make) -> None:
-    whole = Loop(clear="never").run(0, 24)
-    loop = Loop(clear="never")
+@pytest.mark.parametrize("none", [True, False])
+def test_gradients_that_were_used_up_go_where_the_script_goes_back_before_it_clears_them(
+    make: Make, none: bool
+) -> None:
+    whole = Loop(turns=1, none=none).run(0, 8)
+    loop = Loop(turns=1, none=none)
+    checkpointer = loop.kept(make)
+    loop.run(0, 4, checkpointer)
+    checkpointer.save(3, "durable").wait("durable", 60)
+    loop.run(4, 5)
+    loop.clear = "never"
+    loop.turn(5)  # after which the script finds its loss bad
+    assert checkpointer.restore(str(checkpointer._run.last.version)) == 4
+    loop.clear = "behind"
+    assert all(map(torch.equal, loop.run(4, 8, checkpointer), whole))
+
+
+@pytest.mark.parametrize(("clear", "none"), [("never", True), ("second", True), ("second", False)])
+def test_gradients_that_a_script_does_not_clear_at_each_step_live_on(make: Make, clear: str, none: bool) -> None:
+    whole = Loop(clear=clear, none=none).run(0, 36)
+    loop = Loop(clear=clear, none=none)
     checkpointer = loop.kept(make, every="0")
-    loop.run(0, 12, checkpointer)  # in which it was seen
+    loop.run(0, 20, checkpointer)  # in which it was seen
     checkpointer.close()
-    for begin, end in ((12, 16), (16, 24)):
-        again = Loop(clear="never")
+    for begin, end in ((20, 24), (24, 28), (28, 36)):
+        again = Loop(clear=clear, none=none)
         checkpointer = again.kept(make, every="0")
         assert checkpointer.last_restore.version.step == begin - 1
         ended = again.run(begin, end, checkpointer)
@@ -344,3 +362,17 @@ def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(
     assert turn(halves[0]) == 50 * 3 * 4
     assert turn() == 100 * 3 * 4
     assert turn(*halves) == 0
+
+
+def test_of_each_optimizer_it_is_looked_whether_the_script_clears_what_it_used() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    clears, leaves = (torch.optim.SGD([each], lr=0.1) for each in parameters)
+    part = gradients_part.GradientsPart("gradients", lambda: (clears, leaves), list)
+    for _ in range(3):
+        clears.zero_grad(set_to_none=False)
+        sum(each.sum() for each in parameters).backward()
+        for optimizer in (clears, leaves):
+            optimizer.step()
+            part.stepped(optimizer)
+        part.note()
+    assert part.num_bytes == 2 * 3 * 4, "all live where one is not cleared"

@@ -14,8 +14,9 @@ Of many parameters a sample is looked at, as long as every optimizer made a step
 the last looks at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much
 is saved then. What a backward pass behind the step gives to parameters outside of the sample alone is found at the next look at all.
 
-A script may also never clear what was used. Where a gradient is the same tensor at two optimizer steps, it is looked at once more,
-when the next backward pass begins to add to it: if nobody has written to it by then, all gradients live from there on.
+A script may also never clear what was used, or not at each step. Where a gradient is the same tensor at two optimizer steps, it is
+looked at behind this step and behind the next, when a backward pass begins to add to it: if nobody has written to it by then, all
+gradients live from there on.
 
 MUST NOT hold a gradient: its memory is the script's to free.
 """
@@ -47,6 +48,8 @@ _LOST = "lost"
 SAMPLE = 512
 FULL_EVERY = 64
 FULL_FIRST = 3
+# Behind so many optimizer steps it is looked whether the script clears what was used: who clears at every second does behind the other.
+LOOKS = 2
 _Seen = tuple[weakref.ref[torch.Tensor], object]
 
 
@@ -83,7 +86,8 @@ class GradientsPart(TransientPart):
             str, tuple[torch.Tensor, _Seen]
         ] = {}  # by number: a parameter, its gradient as it was reported
         self._names: dict[int, str] = {}  # of parameters, by id
-        self._asked = self._uncleared = False  # whether the script clears what was used; what came of it
+        self._looks: dict[int, int] = {}  # by optimizer: at whether the script clears what it used
+        self._uncleared = False  # what came of it
         self._sample: dict[int, torch.Tensor] = {}  # by id: those looked at since the last report
         self._stepped: set[int] = set()  # optimizers since the last report, by id
         self._reports = self._plain = 0
@@ -108,8 +112,8 @@ class GradientsPart(TransientPart):
         if self._is_quick:
             parameters = parameters[:: -(-len(parameters) // SAMPLE)]
         used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
-        if not self._asked and used:
-            self._ask(next(p for p in parameters if id(p) in used))
+        if used and not self._uncleared and self._looks.get(id(optimizer), 0) < LOOKS:
+            self._ask(optimizer, next(p for p in parameters if id(p) in used))
         for key, seen in used.items():
             before = self._used.get(key)
             (self._stays.add if before is None or before[0]() is seen[0]() else self._stays.discard)(key)
@@ -175,7 +179,7 @@ class GradientsPart(TransientPart):
         """Adds what lives, each rank its own; or why that is lost."""
         if why := self.why_lost:
             out.value(self.name, {_LOST: why})
-        elif self._living or self._zero:
+        elif self._living or self._zero or self._uncleared:
             living = {number: parameter for number, (parameter, _) in self._living.items()}
             of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
             kept = {"uncleared": self._uncleared, "zero": self._zero}
@@ -194,15 +198,14 @@ class GradientsPart(TransientPart):
             self._left = "they were added up in another layout"
 
     def apply(self, loading: Loading) -> None:
-        """Puts back what lived; what lives here is of another step, and goes."""
+        """Puts back what lived; what is here is of another step, and goes."""
         saved = loading.value(self.name) if loading.has(self.name) else {}
         if why := self._left or saved.get(_LOST, ""):
             logger.warning("gradients were being added up when this version was saved, and are lost: %s", why)
         if self.off:
             return
         self._uncleared = saved.get("uncleared", self._uncleared)
-        self.note()
-        for parameter, _ in self._living.values():
+        for parameter in self._parameters().values():  # those that were used up too: the next backward pass would add to them
             living_gradients.clear(parameter)
         living_gradients.put(list(self._parameters().values()), saved.get("gradients", {}))
         all_but, names = saved.get("zero") or (False, [])
@@ -212,12 +215,14 @@ class GradientsPart(TransientPart):
                 living_gradients.put_zero(parameter)
         self.note()
 
-    def _ask(self, parameter: torch.Tensor) -> None:
+    def _ask(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """Looks, when the next backward pass comes to a parameter, whether its gradient is as its optimizer's step left it."""
         before = self._used.get(id(parameter))
-        if before is None or before[0]() is not parameter.grad or not parameter.requires_grad:
+        stayed = before is not None and before[0]() is parameter.grad
+        looks = self._looks.get(id(optimizer), 0)
+        if not (stayed or looks) or not parameter.requires_grad:
             return
-        self._asked = True
+        self._looks[id(optimizer)] = looks + 1
 
         def look(_: torch.Tensor) -> None:
             handle.remove()
