@@ -53,6 +53,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)\Z")
 # What an address of 64 bits reaches at most.
 MOST_BYTES = 1 << 62
+# Of a rank: one is being written to storage, one holds the newest version, one is free for the next.
+MAX_SLOTS = 3
 _TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -150,7 +152,7 @@ class Config:
     def __post_init__(self) -> None:
         for name in PATHS:
             object.__setattr__(self, name, absolute(getattr(self, name)))
-        _require(2 <= self.num_slots <= 3, "num_slots", self.num_slots, "2 or 3")
+        _require(2 <= self.num_slots <= MAX_SLOTS, "num_slots", self.num_slots, f"2 or {MAX_SLOTS}")
         _require(self.keep_last >= 2, "keep_last", self.keep_last, "at least 2")
         _require(self.ranks_per_reader >= 1, "ranks_per_reader", self.ranks_per_reader, "at least 1")
         _require(0 <= self.metrics_port <= 65535, "metrics_port", self.metrics_port, "a port, or 0")

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from holdfast.base.config import MAX_SLOTS
 from holdfast.base.errors import HoldfastError
 from holdfast.checkpoint.device import accelerator
 from holdfast.keeper.rpc.client import KeeperClient, Slot
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 # With fewer cores the threads that make pages take those that a restore needs: pages are made after it.
 CORES_FOR_BOTH = 8
-# Of a rank: one is being written to storage, one holds the newest version, one is free for the next.
-MOST_SLOTS = 3
 
 
 def comes_after_restore() -> bool:
@@ -93,7 +92,7 @@ class Reservation:
     @property
     def may_widen(self) -> bool:
         """Return whether all slots are there, and a rank may have one more."""
-        return self.is_complete and self._num_slots < MOST_SLOTS and not self._is_over
+        return self.is_complete and self._num_slots < MAX_SLOTS and not self._is_over
 
     def widen(self) -> None:
         """One slot more, if the keeper has room for it and for as much again, twice. A thread's work; does not raise."""

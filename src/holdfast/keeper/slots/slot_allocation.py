@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+from holdfast.base.config import MAX_SLOTS
 from holdfast.base.errors import HoldfastError, KeeperError, MemoryRefused, UsageError
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.rpc import messages
@@ -29,7 +30,6 @@ from holdfast.tiers.memory.slots import Slot
 
 logger = logging.getLogger(__name__)
 
-MAX_SLOTS = 3
 # The budget has room for so many of a slot that is spare, for what comes later: replicas of a node that is lost.
 SPARE_TIMES = 3
 
