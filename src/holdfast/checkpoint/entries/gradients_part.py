@@ -205,7 +205,8 @@ class GradientsPart(TransientPart):
         if self.off:
             return
         self._uncleared = saved.get("uncleared", self._uncleared)
-        for parameter in self._parameters().values():  # those that were used up too: the next backward pass would add to them
+        # Those that were used up too: the next backward pass would add to them.
+        for parameter in self._parameters().values():
             living_gradients.clear(parameter)
         living_gradients.put(list(self._parameters().values()), saved.get("gradients", {}))
         all_but, names = saved.get("zero") or (False, [])
