@@ -42,6 +42,7 @@ from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.device import accelerator, chunk_staging, pinned_writes
 from holdfast.checkpoint.entries import carried_tensors
+from holdfast.checkpoint.entries.gradients_part import GradientsPart
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job.collectives import Alone, together
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -1487,6 +1488,33 @@ def a_step_that_the_device_finished_is_live() -> None:
     assert survivor_state.remains.version == Version(1, 1), survivor_state.remains.why
     assert any(torch.equal(value, expected) for value in survivor_state.remains.late.values())
     assert thing is not None
+
+
+@case
+def gradients_that_live_on_a_device_leave_the_step_before_live() -> None:
+    """No note can have them, and the next one behind an optimizer's step is made all the same."""
+    step_snapshot.attach(step_snapshot.make_page())
+    model = torch.nn.Linear(64, 64).to(place())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+    survivor = Survivor(state, job="j", rank=0, world_size=1)
+    for number in range(7):
+        model(torch.ones(1, 64, device=place())).sum().backward()
+        if number % 3 == 2:
+            optimizer.step()
+            state.stepped(optimizer)
+            optimizer.zero_grad()
+        state.gradients.note()
+        survivor.note(Version(1, number))
+    torch.accelerator.synchronize()
+    survivor.void()
+    survivor.leave()
+    assert survivor_state.remains.version == Version(1, 5), survivor_state.remains.why
+
+
+@bug
+def gradients_are_noted_wherever_they_are() -> None:
+    GradientsPart.on_device = False  # type: ignore[assignment,method-assign]
 
 
 # --- health
