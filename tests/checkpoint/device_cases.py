@@ -10,6 +10,8 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -1546,6 +1548,36 @@ def every_device_of_a_process_goes_on_with_its_sequence() -> None:
     torch.accelerator.set_device_index(0)  # which is the current one then has no say
     ProcessRandomness().load_state_dict(saved)
     assert all(map(torch.equal, [torch.rand(4, device=tensor.device).cpu() for tensor in kept], expected)), "drawn anew"
+
+
+@case
+def a_device_that_is_used_behind_its_restore_goes_on_with_its_sequence() -> None:
+    """A model in host memory, and noise drawn on devices that hold nothing when a step is saved or restored."""
+    torch.manual_seed(3)
+    fresh = ProcessRandomness().state_dict()
+    assert "device" not in fresh, "a save begins no device"
+    torch.get_device_module(simulated.name()).manual_seed_all(7)
+    for _ in range(2):
+        noise = [torch.rand(3, device=place(index)).cpu() for index in (0, 2)]
+    saved = ProcessRandomness().state_dict()
+    noise = [torch.rand(3, device=place(index)).cpu() for index in (0, 2)]
+    script = (
+        "import pickle, sys, torch\n"
+        "from holdfast.checkpoint.entries.rng import ProcessRandomness\n"
+        "from holdfast.testing import device\n"
+        "device.load()\n"
+        "torch.manual_seed(3)\n"
+        "ProcessRandomness().load_state_dict(pickle.loads(sys.stdin.buffer.read()))\n"
+        "noise = [torch.rand(3, device=torch.device(device.name(), index)).cpu() for index in (0, 2)]\n"
+        "sys.stdout.buffer.write(pickle.dumps(noise))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(saved), capture_output=True, check=True)
+    assert all(map(torch.equal, pickle.loads(done.stdout), noise)), f"drawn anew {done.stderr.decode()}"
+
+
+@bug
+def devices_draw_nothing() -> None:
+    accelerator.Device._has_drawn = lambda *_: False  # type: ignore[method-assign]
 
 
 @bug

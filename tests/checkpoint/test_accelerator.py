@@ -79,6 +79,37 @@ def test_rank_on_another_device_keeps_its_random_sequence(module: Module) -> Non
     assert (module.words[0].tolist(), module.words[1].tolist(), random.random()) == ([3, 4], [0, 0], drawn)
 
 
+def test_devices_that_are_used_later_go_on_by_their_number(
+    module: Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = [torch.device("cpu", 0), torch.device("cpu", 1)]
+    monkeypatch.setattr(Device, "used", lambda _: used)
+    saved, blank = ProcessRandomness().state_dict(), torch.zeros(2, dtype=torch.uint8)
+    module.words = {0: blank, 1: blank}
+    del used[1]
+    ProcessRandomness().load_state_dict(saved)
+    assert [module.words[index].tolist() for index in range(2)] == [[1, 2], [3, 4]]
+    module.words, module.device = {0: blank, 1: blank}, 1  # another one: it may have moved, and so may the rest
+    ProcessRandomness().load_state_dict(saved)
+    assert [module.words[index].tolist() for index in range(2)] == [[0, 0], [1, 2]]
+    assert "only its current one goes on" in caplog.text
+
+
+def test_an_accelerator_that_was_used_is_begun_by_a_restore(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, begun = ProcessRandomness().state_dict(), list[str]()
+    module.words[0] = torch.zeros(2, dtype=torch.uint8)
+    interface = accelerator.in_use()
+    monkeypatch.setattr(accelerator, "in_use", lambda: None)
+    ProcessRandomness().load_state_dict(saved)
+    assert module.words[0].tolist() == [0, 0], "there is no such accelerator"
+    assert interface is not None
+    monkeypatch.setattr(accelerator, "_accelerator", lambda: interface.kind)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    module.init = lambda: begun.append("begun")  # type: ignore[attr-defined]
+    ProcessRandomness().load_state_dict(saved)
+    assert (module.words[0].tolist(), begun) == ([1, 2], ["begun"])
+
+
 def test_what_older_versions_saved_is_read(module: Module) -> None:
     state = ProcessRandomness().state_dict()
     del state["device"]

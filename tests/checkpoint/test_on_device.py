@@ -71,6 +71,7 @@ ALONE = {
     "a_device_that_works_is_told_from_one_that_does_not": False,
     "a_device_that_fails_a_restore_is_named_with_a_remedy": False,
     "a_faulted_device_gives_versions_up_and_raises_nothing_of_ours": True,
+    "a_device_that_is_used_behind_its_restore_goes_on_with_its_sequence": False,
     "a_step_in_a_graph_is_captured_and_never_copied_late": False,
     "a_restore_queues_its_chunks_and_is_proven": False,
     "what_is_read_from_storage_goes_straight_to_the_device": True,
@@ -108,6 +109,7 @@ BUGS = {
         "a_rank_goes_on_with_its_sequence_on_another_device", "AssertionError"
     ),
     "one_device_of_a_process_is_saved": ("every_device_of_a_process_goes_on_with_its_sequence", "drawn anew"),
+    "devices_draw_nothing": ("a_device_that_is_used_behind_its_restore_goes_on_with_its_sequence", "drawn anew"),
     "nobody_looks_for_graphs": ("a_step_in_a_graph_is_captured_and_never_copied_late", "AssertionError"),
     "a_restore_comes_from_ordinary_memory": ("a_restore_queues_its_chunks_and_is_proven", "AssertionError"),
     "no_slot_is_known_to_the_driver": ("a_slot_that_the_driver_knows_needs_no_buffer", "a buffer of"),

@@ -101,9 +101,16 @@ class Device:
         return torch.device(self.kind, self._module().current_device())
 
     def used(self) -> list[torch.device]:
-        """Returns the current device of this thread, and the others on which this process has memory; begins none."""
-        current = self.current()
-        return [current, *self._with_memory(index for index in range(self.count()) if index != current.index)]
+        """Returns the devices on which this process has memory, or whose generator has drawn; begins none."""
+        found = {device.index for device in self._with_memory(range(self.count()))}
+        drawn = {index for index in range(self.count()) if index not in found and self._has_drawn(index)}
+        return [torch.device(self.kind, index) for index in sorted(found | drawn)]
+
+    def begin(self) -> None:
+        """Begins to use the accelerator, so that nothing that was asked of it before comes later, as a seed on CUDA does."""
+        init = getattr(self._module(), "init", None)
+        if init is not None:
+            init()
 
     def with_memory(self) -> list[torch.device]:
         """Returns the devices on which this process has memory; begins none. The current one where torch cannot tell."""
@@ -183,6 +190,15 @@ class Device:
         if take is not None:
             take(words, self.current() if index is None else torch.device(self.kind, index))
 
+    def _has_drawn(self, index: int) -> bool:
+        """Return whether a device's generator is not where its seed began. What torch cannot tell has not."""
+        generators = getattr(self._module(), "default_generators", ())
+        if index >= len(generators) or not self._has_context(index):
+            return False
+        fresh = torch.Generator(device=generators[index].device)
+        fresh.manual_seed(generators[index].initial_seed())
+        return not torch.equal(fresh.get_state(), generators[index].get_state())
+
     def count(self) -> int:
         """Returns how many devices this process sees."""
         return int(self._module().device_count())
@@ -258,6 +274,11 @@ def _accelerator() -> str:
     """The kind of torch's accelerator in this process; empty if it has none. Asking does not begin it."""
     found = torch.accelerator.current_accelerator()
     return found.type if found is not None else ""
+
+
+def offered(kind: str) -> Device | None:
+    """Returns the accelerator of this name, used or not; None if the process has no such one."""
+    return device_of(kind) if kind and _accelerator() == kind else None
 
 
 def in_use() -> Device | None:

@@ -1,9 +1,9 @@
 """States of random number generators as objects with `state_dict` and `load_state_dict`.
 
 `ProcessRandomness` is everything a training step may draw from: Python, NumPy (if the process has imported it), torch
-on the CPU and on the devices that the process uses (a save must not be what starts one). A rank that comes back on another
-device of its node goes on with the same sequence there; of several devices each goes on with that of its place in their
-order. Reading a generator's state waits for no device: seed and offset live in host memory.
+on the CPU and on the devices that the process uses: has memory on, or has drawn from (a save must not be what starts one). A rank
+that comes back on another device of its node goes on with the same sequence there; of several devices each goes on with that of its
+place in their order, and where some are not used yet, with that of its number. Reading a generator's state waits for no device: seed and offset live in host memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.device.accelerator import Device
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,11 @@ class ProcessRandomness:
         device = accelerator.in_use()
         words = device.random_state() if device is not None else None
         if device is not None and words is not None:
-            state["device"] = {"kind": device.kind, "words": words}
-            used = sorted(other.index for other in device.used()) if device.count() > 1 else []
-            if len(used) > 1:
+            current = device.current().index
+            state["device"] = {"kind": device.kind, "words": words, "current": current}
+            used = [other.index for other in device.used()] if device.count() > 1 else []
+            if used and used != [current]:
+                state["device"]["used"] = used
                 state["device"]["all"] = [device.random_state(index) for index in used]
         return state
 
@@ -58,14 +61,21 @@ class ProcessRandomness:
         self._load_device(state)
 
     def _load_device(self, state: dict[str, Any]) -> None:
-        device = accelerator.in_use()
+        saved = state.get("device")
+        device = accelerator.in_use() or (_begun(saved["kind"]) if saved is not None else None)
         if device is None:
             return
-        saved = state.get("device")
         if saved is not None and saved["kind"] == device.kind:
-            each, here = saved.get("all", [saved["words"]]), sorted(used.index for used in device.used())
+            each, then = saved.get("all", [saved["words"]]), saved.get("used", [saved.get("current", 0)])
+            here, is_as_then = [used.index for used in device.used()], device.current().index == saved.get("current")
             if len(each) == len(here):
-                for index, words in zip(here, each, strict=True):
+                places = here
+            elif is_as_then and set(here) <= set(then) and max(then) < device.count():
+                places = then  # the others are used later
+            else:
+                places = []
+            if places or len(each) == 1:
+                for index, words in zip(places or [None], each, strict=True):
                     device.set_random_state(words, index)
             else:
                 device.set_random_state(saved["words"])
@@ -77,6 +87,18 @@ class ProcessRandomness:
         for index, words in state.get("cuda", {}).items() if device.kind == "cuda" else ():
             if int(index) < device.count():  # as versions before saved it: every device by its number
                 device.set_random_state(words, int(index))
+
+
+def _begun(kind: str) -> Device | None:
+    """Returns the accelerator that a save drew from, for a script that uses it behind its restore; it is used from here on."""
+    device = accelerator.offered(kind)
+    try:
+        if device is not None:
+            device.begin()
+    except RuntimeError as error:  # a child that was forked, a driver that failed
+        logger.warning("random numbers of %s do not go on: %s", kind, error)
+        return None
+    return device
 
 
 class GeneratorState:
