@@ -19,7 +19,7 @@ ASK_EVERY_S = 1.0
 
 
 class LostContact:
-    """What is known of it on this rank.
+    """Knows on one rank since when it is so.
 
     Args:
         link: to the keeper.
