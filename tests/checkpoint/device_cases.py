@@ -41,6 +41,7 @@ from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.device import accelerator, chunk_staging, pinned_writes
+from holdfast.checkpoint.entries import carried_tensors
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job.collectives import Alone, together
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -703,6 +704,42 @@ def gradients_that_live_come_back_on_their_device() -> None:
             job.checkpointer.close()
             assert not job.given_up(), job.given_up()
         assert ended == expected
+
+
+@case
+def what_lives_comes_back_on_another_device_of_its_node() -> None:
+    """Gradients, and values that a loop carries of which nothing stands in its line at a new start."""
+    for index, begin, end in ((0, 0, 6), (1, 6, 9)):
+        torch.accelerator.set_device_index(index)
+        model = torch.nn.Linear(8, 8, device=place(index))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpointer = holdfast.Checkpointer(
+            os.environ["CASE_DIRECTORY"], model=model, optimizer=optimizer, config=holdfast.Config(linger_s=1.0)
+        )
+        assert checkpointer.restore() == begin
+        hidden, past = checkpointer.carry("hidden", None), checkpointer.carry("past", [])
+        if begin:
+            told = [hidden[0], *past, *(p.grad for p in model.parameters())]
+            assert [t.device for t in told] == [place(1)] * 3 + [torch.device("cpu")] + [place(1)] * 2, told
+            assert torch.equal(hidden[0].cpu(), torch.full((4, 8), 5.0))
+        for number in range(begin, end):
+            hidden = (torch.full((4, 8), float(number), device=place(index)), number)
+            past = [*past[-1:], hidden[0], hidden[0] + 1, torch.ones(1)][-3:]
+            model(hidden[0]).sum().backward()
+            checkpointer.step(number, hidden=hidden, past=past)
+        checkpointer.close()
+
+
+@bug
+def devices_have_their_numbers() -> None:
+    carried_tensors.name_of = accelerator.name_of = str  # type: ignore[assignment,attr-defined]
+
+
+@bug
+def gradients_go_where_they_were() -> None:
+    unpacked = carried_tensors.unpacked
+    carried_tensors.unpacked = lambda value, **_: unpacked(value)  # type: ignore[assignment]
+    carried_tensors.name_of = str  # type: ignore[assignment,attr-defined]
 
 
 @case

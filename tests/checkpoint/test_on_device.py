@@ -50,6 +50,7 @@ ALONE = {
     "memory_that_is_not_registered_gets_the_right_bytes": False,
     "a_state_comes_back_bit_for_bit_with_late_copies": False,
     "gradients_that_live_come_back_on_their_device": False,
+    "what_lives_comes_back_on_another_device_of_its_node": False,
     "a_script_whose_default_device_is_the_accelerator_comes_back": False,
     "host_memory_that_a_device_still_writes_is_saved_as_it_will_be": False,
     "a_note_has_what_a_device_writes_to_host_memory": False,
@@ -109,6 +110,8 @@ BUGS = {
         "a_rank_goes_on_with_its_sequence_on_another_device", "AssertionError"
     ),
     "one_device_of_a_process_is_saved": ("every_device_of_a_process_goes_on_with_its_sequence", "drawn anew"),
+    "devices_have_their_numbers": ("what_lives_comes_back_on_another_device_of_its_node", "device='sim:0'"),
+    "gradients_go_where_they_were": ("what_lives_comes_back_on_another_device_of_its_node", "assign a gradient"),
     "devices_draw_nothing": ("a_device_that_is_used_behind_its_restore_goes_on_with_its_sequence", "drawn anew"),
     "nobody_looks_for_graphs": ("a_step_in_a_graph_is_captured_and_never_copied_late", "AssertionError"),
     "a_restore_comes_from_ordinary_memory": ("a_restore_queues_its_chunks_and_is_proven", "AssertionError"),

@@ -31,6 +31,7 @@ from holdfast.adapters.zero_lines.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
+from holdfast.checkpoint.device.accelerator import name_of
 from holdfast.checkpoint.entries import living_gradients
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -553,7 +554,7 @@ def packed(value: Any, *, number: bool) -> Any:
     if is_plain(value):
         return {"plain": value}
     if isinstance(value, torch.Tensor) and number and value.numel() <= MAX_ELEMENTS and not value.is_quantized:
-        where = str(value.device)
+        where = name_of(value.device)
         return {"tensor": value.detach().tolist(), "dtype": str(value.dtype).removeprefix("torch."), "device": where}
     return None
 

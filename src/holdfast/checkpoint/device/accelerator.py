@@ -281,6 +281,13 @@ def offered(kind: str) -> Device | None:
     return device_of(kind) if kind and _accelerator() == kind else None
 
 
+def name_of(device: torch.device) -> str:
+    """Returns what to call the device of a tensor in a version: the current one without its number, for a rank may come back on another."""
+    interface = offered(device.type)
+    is_current = interface is not None and interface.current() == device
+    return device.type if is_current else str(device)
+
+
 def in_use() -> Device | None:
     """Returns the accelerator that this process uses, or None."""
     kind = _accelerator()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
+from holdfast.checkpoint.device.accelerator import name_of
 from holdfast.checkpoint.entries.sharding import local_of
 
 # More is not carried under one name.
@@ -61,15 +62,15 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 def packed(value: Any, *, copied: bool = True) -> Any:
     """Returns a value as it is saved; with its own tensors, for who saves it at once, unless they are `copied`."""
     if isinstance(value, torch.Tensor):
-        return {_KEY: value.detach().clone() if copied else value.detach(), "device": str(value.device)}
+        return {_KEY: value.detach().clone() if copied else value.detach(), "device": name_of(value.device)}
     return _within(value, partial(packed, copied=copied))
 
 
-def unpacked(value: Any) -> Any:
-    """Returns a value as it was."""
+def unpacked(value: Any, *, device: torch.device | None = None) -> Any:
+    """Returns a value as it was; its tensors on `device`, if that is known."""
     if isinstance(value, dict) and value.keys() == {_KEY, "device"}:
-        return value[_KEY].detach().to(value["device"]).clone()
-    return _within(value, unpacked)
+        return value[_KEY].detach().to(device or value["device"]).clone()
+    return _within(value, partial(unpacked, device=device))
 
 
 def _within(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -140,7 +140,8 @@ def put(parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
             clear(parameter)
             continue
         if one:
-            _give(parameter, carried_tensors.unpacked(one))
+            # Where the parameter is by now: its rank may have come back on another device of its node.
+            _give(parameter, carried_tensors.unpacked(one, device=local_of(parameter).device))
         else:
             put_zero(parameter)
 

@@ -74,11 +74,11 @@ class ProcessRandomness:
                 places = then  # the others are used later
             else:
                 places = []
-            if places or len(each) == 1:
-                for index, words in zip(places or [None], each, strict=True):
-                    device.set_random_state(words, index)
-            else:
-                device.set_random_state(saved["words"])
+            for index, words in zip(places, each, strict=True) if places else ():
+                device.set_random_state(words, index)
+            if not places:
+                device.set_random_state(each[0] if len(each) == 1 else saved["words"])
+            if not places and len(each) > 1:
                 logger.warning(
                     "random numbers of %d devices were saved, and this process uses %d: only its current one goes on with them",
                     len(each),

@@ -7,17 +7,21 @@ version of that step; a restart asks for each by its name, behind `restore()`. A
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
 from holdfast.checkpoint.entries.pytree import flatten, references
 from holdfast.tiers.format import values as value_codec
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_DEVICES = ":devices"  # no name: on which device each tensor was that was not in host memory
 
 
 class CarriedPart(TransientPart):
@@ -99,14 +103,28 @@ class CarriedPart(TransientPart):
 
     def report(self, out: Collector) -> None:
         """Adds the values, with their tensors."""
-        if self._value:
-            out.transient(self.name, self._value)
+        if not self._value:
+            return
+        devices: dict[str, str] = {}
+
+        def note(path: str, tensor: torch.Tensor) -> None:
+            if tensor.device.type != "cpu" and not isinstance(tensor, DTensor):
+                devices[path] = accelerator.name_of(tensor.device)
+
+        flatten(self._value, self.name, note)
+        out.transient(self.name, {**self._value, **({_DEVICES: devices} if devices else {})})
 
     def plan(self, loading: Loading) -> None:
         """Claims them if they are there: in another layout they may be those of other ranks, and are left."""
         offered = loading.offered(self.name)
         if isinstance(offered, dict) and all(name in loading.saved for name in references(offered)):
             loading.claim_value(self.name, kind=dict)
+
+    def apply(self, loading: Loading) -> None:
+        """Notes it, with its tensors on the devices on which they were."""
+        super().apply(loading)
+        devices = self.restored.pop(_DEVICES, {})
+        self.restored = {name: _put(value, f"{self.name}.{name}", devices) for name, value in self.restored.items()}
 
     def _note(self, _: str, tensor: torch.Tensor) -> None:
         if not tensor.is_inference():
@@ -125,6 +143,19 @@ class CarriedPart(TransientPart):
             f"{name!r} was asked for by carry(), and step() does not keep it",
             remedy=f"pass it to every step: checkpointer.step(step, {name}={name})",
         )
+
+
+def _put(saved: Any, path: str, devices: Mapping[str, str]) -> Any:
+    """Returns what was saved under a path, with its tensors on `devices`, by their paths, as far as this process has such."""
+    if isinstance(saved, torch.Tensor):
+        there = devices.get(path, "cpu")
+        return saved.to(there) if accelerator.offered(there.partition(":")[0]) is not None else saved
+    if isinstance(saved, dict):
+        return type(saved)((key, _put(part, f"{path}.{key}", devices)) for key, part in saved.items())
+    if isinstance(saved, list | tuple | deque):
+        parts = [_put(part, f"{path}.{index}", devices) for index, part in enumerate(saved)]
+        return deque(parts, saved.maxlen) if isinstance(saved, deque) else type(saved)(parts)
+    return saved
 
 
 def _like(saved: Any, value: Any) -> Any:
