@@ -1,10 +1,15 @@
-"""One of two ranks on two nodes whose keepers cannot reach each other: `cut_off_worker.py RANK STORE ROOT [SETTING=VALUE...]`."""
+"""One of two ranks on two nodes whose keepers cannot reach each other: `cut_off_worker.py RANK STORE ROOT WAY [SETTING=VALUE...]`.
+
+WAY: `both` is refused; what the first says to the second is `dropped`, and nothing comes back; only the second is refused by the first, `back`.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import socket
 import sys
+import time
 from typing import Any
 
 import torch
@@ -12,11 +17,11 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.base.errors import HoldfastError
-from holdfast.checkpoint.job import bootstrap
+from holdfast.checkpoint.job import bootstrap, lost_contact
 
 
 def main() -> None:
-    rank, store, root, *settings = sys.argv[1:]
+    rank, store, root, way, *settings = sys.argv[1:]
     told: list[str] = []
     catcher = logging.Handler(logging.WARNING)
     catcher.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
@@ -26,9 +31,16 @@ def main() -> None:
     def elsewhere(*given: Any) -> tuple[str, ...]:
         """As on another machine: its path leads nowhere here."""
         first, second = addresses(*given)
-        return (first, second + "-elsewhere") if int(rank) == 0 else (first + "-elsewhere", second)
+        if int(rank) == 0:
+            return first, {"both": f"{second}-elsewhere", "dropped": f"unix:{store}.deaf", "back": second}[way]
+        return (first if way == "dropped" else f"{first}-elsewhere"), second
 
+    deaf = socket.socket(socket.AF_UNIX)
+    if way == "dropped" and rank == "0":
+        deaf.bind(f"{store}.deaf")
+        deaf.listen()
     bootstrap._addresses = elsewhere
+    lost_contact.SILENT_S = 1.0
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(rank), world_size=2)
     torch.manual_seed(int(rank))
     model = torch.nn.Linear(64, 64)
@@ -43,11 +55,18 @@ def main() -> None:
             config=holdfast.Config(node_label=f"node{rank}", durable_every="2", linger_s=1.0, **given),
         )
         facts["start"] = start = checkpointer.restore()
-        for step in range(start, start + 4):
+        run, step, end = checkpointer._run, start, start + 4
+        while step < end:
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             handle = checkpointer.step(step)
+            step += 1
+            if way == "back" and run is not None and run.saver.memory is not None:
+                time.sleep(0.01)  # what a step would take
+                dist.barrier()
+                end = step + 4
+                continue
             facts["reached"].append(handle.reached.name if handle is not None else None)
         checkpointer.close()
     except HoldfastError as error:

@@ -18,10 +18,10 @@ WHY = "the keeper of node0 cannot reach that of node1: no keeper listens"
 REMEDY = "give every node --listen ADDRESS --secret-file FILE"
 
 
-def life(tmp_path: Path, name: str, *settings: str) -> list[dict[str, Any]]:
+def life(tmp_path: Path, name: str, *settings: str, way: str = "both") -> list[dict[str, Any]]:
     ranks = [
         forked.Popen(
-            [sys.executable, WORKER, str(rank), str(tmp_path / name), str(tmp_path / "ckpt"), *settings],
+            [sys.executable, WORKER, str(rank), str(tmp_path / name), str(tmp_path / "ckpt"), way, *settings],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -53,3 +53,22 @@ def test_it_is_refused_where_memory_is_required(tmp_path: Path, runtime_dir: Pat
     for rank in life(tmp_path, "only", "require_memory=true"):
         assert rank["error"].startswith(f"KeeperError: {WHY}")
         assert REMEDY in rank["error"]
+
+
+def test_a_firewall_that_drops_what_the_first_node_sends_is_no_reason_not_to_begin(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    ranks = life(tmp_path, "first", way="dropped")
+    assert [rank.get("start") for rank in ranks] == [0, 0], ranks
+    assert any("this job has no level in memory: the keeper of node0 cannot reach" in line for line in errors(ranks[0]))
+    assert open_storage(tmp_path / "ckpt", Events()).versions() == [Version(1, 1), Version(1, 3)]
+
+
+def test_where_only_the_first_node_is_not_reached_the_ranks_go_on_with_storage_alone(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    ranks = life(tmp_path, "first", way="back")
+    assert all("DURABLE" in rank["reached"] for rank in ranks), ranks
+    (line,) = errors(ranks[0])
+    assert "this job has no level in memory: rank 1: the keeper of node1 has not reached that of node0" in line
+    assert open_storage(tmp_path / "ckpt", Events()).versions()

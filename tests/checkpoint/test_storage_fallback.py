@@ -207,7 +207,7 @@ def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(monkeypatch:
 
     def closing(rank: int, given_up: str) -> bool:
         job: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, world_size=2), incarnation=1)
-        link: Any = SimpleNamespace(trouble="")
+        link: Any = SimpleNamespace(trouble="", silent=False, client=None)
         nothing: Any = None
         config = holdfast.Config(close_timeout_s=60.0)
         lower = StorageFallback(job, state=nothing, link=link, storage=nothing, config=config, events=Events())
@@ -242,7 +242,7 @@ def test_nobody_waits_at_the_end_for_a_rank_that_cannot_save_again(
     nothing: Any = None
     monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
     config = holdfast.Config(close_timeout_s=20.0)
-    link: Any = SimpleNamespace(trouble="")
+    link: Any = SimpleNamespace(trouble="", silent=False, client=None)
     lower = StorageFallback(job, state=nothing, link=link, storage=nothing, config=config, events=Events())
     lower._boards = lambda _: board
     monkeypatch.setattr(FallbackState, "give_up", lambda _: pytest.fail("it waited until its time was over"))

@@ -39,7 +39,7 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore import version_decision, version_vote
 from holdfast.checkpoint.restore.version_decision import Decisions
 from holdfast.core.model import BundleRef, Seal, Topology, Version
-from holdfast.core.recovery.version_choice import Stored
+from holdfast.core.recovery.version_choice import MemoryCopy, Stored
 from holdfast.keeper.rpc.client import Inventory
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage.version_store import Storage, open_storage
@@ -521,11 +521,14 @@ class Shelf:
         """It is."""
 
 
-def decisions_of(group: Ranks, shelf: Any, inventory: Inventory) -> Decisions:
+def decisions_of(group: Ranks, shelf: Any, inventory: Inventory, own: Inventory | None = None) -> Decisions:
+    """`own`: what each rank's own keeper says that it holds; None: it does not answer."""
     topology = Topology(("a", "b"), (0, 1))
     lineage = SimpleNamespace(is_live=lambda _: True)
     job: Any = SimpleNamespace(group=group, topology=topology, lineage=lineage, ranks_per_reader=1)
-    client: Any = SimpleNamespace(inventory=lambda: inventory, alive=True)
+    client: Any = SimpleNamespace(
+        inventory=lambda wide=True: inventory if wide else own, answers=lambda _: own is not None, alive=True
+    )
     return Decisions(job, client, shelf, timeout_s=0.3)
 
 
@@ -619,6 +622,25 @@ def test_with_a_keeper_silent_and_nothing_else_there_is_no_fresh_start(monkeypat
     told = on_all(2, lambda group: decisions_of(group, Shelf({}), silent).choose(None))
     assert [type(one) for one in told] == [KeeperLost] * 2
     assert "restore(fresh=True)" in told[0].remedy
+
+
+HOLDS = Inventory((MemoryCopy(NEWEST, 1, 1, Seal("g", 1, "d")),), (), (), (), (1,))
+
+
+@pytest.mark.parametrize(("own", "begins"), [(NOTHING, True), (HOLDS, False)])
+def test_a_keeper_of_which_only_its_own_ranks_hear_is_waited_for_if_it_holds_something(
+    monkeypatch: pytest.MonkeyPatch, own: Inventory, begins: bool
+) -> None:
+    """As behind a firewall that drops what it does not pass."""
+    monkeypatch.setattr(version_decision, "KEEPER_PATIENCE_S", 0.3)
+    silent = Inventory((), (), (), (), (0,), silent=((1, "no answer"),), unheard=(1,))
+    with on_waiting(lambda: None) as said:
+        told = on_all(2, lambda group: decisions_of(group, Shelf({}), silent, own).choose(None))
+    if begins:
+        assert [(one.choice, one.exists) for one in told] == [(None, False)] * 2
+        assert said == []
+    else:
+        assert [type(one) for one in told] == [KeeperLost] * 2
 
 
 def test_the_list_of_versions_is_waited_for_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

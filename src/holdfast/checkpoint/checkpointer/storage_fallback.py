@@ -1,7 +1,7 @@
 """Down to storage alone and up again, in the middle of training: what becomes of saves when memory cannot be had.
 
-A keeper that nobody can start again, or a state that grew beyond the memory allowed, would cost every save until the
-next restore, for a version is made of what all ranks save. So the ranks go on as a job does that never had memory
+A keeper that nobody can start again, one that no other keeper hears any more (`checkpoint.job.lost_contact`), or a state that grew beyond
+the memory allowed, would cost every save until the next restore, for a version is made of what all ranks save. So the ranks go on as a job does that never had memory
 (`checkpoint.save.storage_saver`, with the meetings of `checkpoint.save.storage_only_schedule`), together and at one step (`core.scheduling.storage_fallback`); and come back when
 every rank could have its slots again, which they tell each other at those meetings.
 
@@ -26,6 +26,7 @@ from holdfast.checkpoint.checkpointer.session import Run
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.job.keeper_link import KeeperLink
+from holdfast.checkpoint.job.lost_contact import LostContact
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.save.save_schedule import Schedule
@@ -99,6 +100,7 @@ class StorageFallback:
         self._storage = storage
         self._config = config
         self._events = events
+        self._contact = LostContact(link)
         self._memory: tuple[Saver, Schedule | MeetingSchedule] | None = (
             None  # what waits while storage alone is saved to
         )
@@ -114,8 +116,9 @@ class StorageFallback:
                 if run.schedule.back:
                     self._up(run)
             elif (saver := run.saver.memory) is not None:
-                trouble = self._trouble(saver)
-                if (trouble or self._is_unsure(run)) and self._all_go(step, trouble):
+                is_unsure = self._is_unsure(run)
+                trouble = self._trouble(saver, is_unsure=is_unsure)
+                if (trouble or is_unsure) and self._all_go(step, trouble):
                     self._down(run, saver, trouble)
         except HoldfastError as error:
             logger.warning("the level of saving stays as it is: %s", error)
@@ -133,7 +136,7 @@ class StorageFallback:
         deadline = time.monotonic() + self._config.close_timeout_s
         try:
             while last.reached < Level.CAPTURED and time.monotonic() < deadline:
-                trouble = self._trouble(saver)
+                trouble = self._trouble(saver, is_unsure=True)
                 if self._boards is None:
                     return bool(trouble) and self._down(run, saver, trouble)
                 last_one = FallbackState(
@@ -166,9 +169,11 @@ class StorageFallback:
 
     # Whether.
 
-    def _trouble(self, saver: Saver) -> str:
-        """Return why this rank cannot save to memory; empty if it can, or may soon."""
-        return saver.refused or self._link.trouble
+    def _trouble(self, saver: Saver, *, is_unsure: bool) -> str:
+        """Return why this rank cannot save to memory, or does so in vain; empty if it can, or may soon."""
+        if not is_unsure:
+            self._contact.forget()
+        return saver.refused or self._link.trouble or (self._contact.why if is_unsure else "")
 
     def _is_unsure(self, run: Run) -> bool:
         """Return whether versions are saved and none becomes captured."""
@@ -239,7 +244,7 @@ class StorageFallback:
         if self._link.client is None:
             self._link.mend()
             return False
-        return not self._link.silent and saver.fits()
+        return not self._link.silent and saver.fits() and not self._contact.lasts()
 
     def _up(self, run: Run) -> None:
         assert self._memory is not None

@@ -76,8 +76,8 @@ class Holder(Protocol):
     def answers(self, timeout_s: float) -> bool:
         """Return whether it answers at all within this time."""
 
-    def inventory(self) -> Inventory:
-        """Return what memory holds, on all nodes that can be reached."""
+    def inventory(self, *, wide: bool = True) -> Inventory:
+        """Return what memory holds, on all nodes that can be reached (`wide=False`: only on this one)."""
 
     def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:
         """These bundles, readable here."""

@@ -46,7 +46,7 @@ class StorageSource:
         """Nobody has to."""
         return True
 
-    def inventory(self) -> Inventory:
+    def inventory(self, *, wide: bool = True) -> Inventory:  # noqa: ARG002 - as keepers are asked
         """Nothing is in memory."""
         return Inventory((), (), (), (), ())
 

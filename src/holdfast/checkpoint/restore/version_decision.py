@@ -18,7 +18,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from holdfast.base.errors import (
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 MAX_ROUNDS = 64
 # How long a keeper is waited for that does not answer. Its node is part of the job: a lost one was missed before.
 KEEPER_PATIENCE_S = 30.0
+# How long a rank waits for an answer of its own keeper, of which others hear nothing.
+ANSWER_S = 1.0
 
 
 class Decisions:
@@ -191,13 +193,35 @@ class Decisions:
         """Return what rank 0 decides; if that is to wait, all ranks wait and it is looked for anew."""
         rank = self._group.rank
         while True:
-            wait_for_storage.share(self._group, self._find, self._for_storage)
+            unheard = json.loads(wait_for_storage.share(self._group, self._find, self._for_storage))
+            self._leave_out_empty(unheard)
             made = collectives.share(self._group, lambda: b"" if rank else version_vote.encode(decide(self._found)))
             found = version_vote.decode(made)
             if not found.pause_s:
                 return found
             time.sleep(found.pause_s)
             self._out, self._stuck, self._findings = replace(self._out, away={}), False, None
+
+    def _leave_out_empty(self, unheard: Sequence[int]) -> None:
+        """Keepers that rank 0's does not hear are asked by ranks of their own nodes: who holds nothing is not waited for. Collective."""
+        if not unheard:
+            return
+        rank, topology = self._group.rank, self._job.topology
+        node = topology.node_of[rank]
+        asks = node in unheard and topology.ranks_on(node)[0] == rank
+        empty = collectives.gather_json(self._group, node if asks and self._holds_nothing() else -1)
+        if rank == 0:
+            inventory = self._found.inventory
+            left = tuple(one for one in inventory.unheard if one not in empty)
+            self._findings = replace(self._found, inventory=replace(inventory, unheard=left))
+
+    def _holds_nothing(self) -> bool:
+        """Return whether it is known that the keeper of this node holds nothing."""
+        try:
+            own = self._client.inventory(wide=False) if self._client.answers(ANSWER_S) else None
+        except HoldfastError:
+            own = None
+        return own is not None and not own.copies and not own.parity
 
     # Rank 0.
 
@@ -207,7 +231,7 @@ class Decisions:
         return self._findings
 
     def _find(self) -> bytes:
-        """Asks keepers and storage, unless what they told is still good."""
+        """Asks keepers and storage, unless what they told is still good; returns whom nobody hears."""
         if self._findings is None:
             try:
                 self._findings = version_vote.find(self._client, self._storage, timeout_s=self._timeout_s)
@@ -215,7 +239,7 @@ class Decisions:
                 if self._client.alive:
                     raise
                 raise KeeperGone(error.what, where=error.where, remedy=error.remedy) from error
-        return b""
+        return json.dumps(self._findings.inventory.unheard).encode()
 
     def _best(self, findings: Findings, wanted: Version | None) -> Verdict:
         """The verdict that all can act on; or lets all wait."""
