@@ -42,6 +42,7 @@ from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.device import accelerator, chunk_staging, pinned_writes
 from holdfast.checkpoint.entries import carried_tensors
+from holdfast.checkpoint.entries.gradients_part import GradientsPart
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job.collectives import Alone, together
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -1489,6 +1490,33 @@ def a_step_that_the_device_finished_is_live() -> None:
     assert thing is not None
 
 
+@case
+def gradients_that_live_on_a_device_leave_the_step_before_live() -> None:
+    """No note can have them, and the next one behind an optimizer's step is made all the same."""
+    step_snapshot.attach(step_snapshot.make_page())
+    model = torch.nn.Linear(64, 64).to(place())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+    survivor = Survivor(state, job="j", rank=0, world_size=1)
+    for number in range(7):
+        model(torch.ones(1, 64, device=place())).sum().backward()
+        if number % 3 == 2:
+            optimizer.step()
+            state.stepped(optimizer)
+            optimizer.zero_grad()
+        state.gradients.note()
+        survivor.note(Version(1, number))
+    torch.accelerator.synchronize()
+    survivor.void()
+    survivor.leave()
+    assert survivor_state.remains.version == Version(1, 5), survivor_state.remains.why
+
+
+@bug
+def gradients_are_noted_wherever_they_are() -> None:
+    GradientsPart.on_device = False  # type: ignore[assignment,method-assign]
+
+
 # --- health
 
 
@@ -1794,7 +1822,9 @@ def a_restore_waits_for_what_is_queued_for_its_tensors() -> None:
 @case
 def a_buffer_is_used_again_when_the_device_has_read_it() -> None:
     simulated.set_copy_rate(50 * MIB)
-    targets = [torch.zeros(MIB // 2, device=place()) for _ in range(6)]
+    targets = [torch.zeros(MIB // 2, device=place()) for _ in range(5)]
+    with torch.inference_mode():
+        targets.append(torch.zeros(MIB // 2, device=place()))
     sender = chunk_staging.Staging(chunk_staging.Starts(targets), targets[0].nbytes)
     for value, target in enumerate(targets):
         buffer = sender.take(target.nbytes)

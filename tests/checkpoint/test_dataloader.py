@@ -87,10 +87,11 @@ class Life:
 
 # Workers take a second or two to start.
 CASES = [(name, killed) for name in LOADERS for killed in ((4,) if "worker" in name else (1, 4, 7, 9))]
+CASES.append(("a worker that stays", 10))  # in its second epoch
 
 
 @pytest.mark.parametrize(
-    ("name", "killed"), sampled(CASES, *(case for case in CASES if case[0] != "a worker that stays"))
+    ("name", "killed"), sampled(CASES, *(case for case in CASES if case != ("a worker that stays", 4)))
 )
 def test_it_goes_on_with_the_next_batch(name: str, killed: int) -> None:
     first = Life(LOADERS[name])
@@ -103,6 +104,18 @@ def test_it_goes_on_with_the_next_batch(name: str, killed: int) -> None:
     restore(second.state, saved)
     again = second.steps()
     assert [next(again) for _ in range(12)] == expected
+
+
+def test_a_worker_that_stays_is_made_before_the_order_of_a_later_epoch_is_drawn() -> None:
+    def epoch(life: Life) -> list[float]:
+        return [row for (rows,) in life.loader for row in rows.tolist()]
+
+    first, second = (Life(LOADERS["a worker that stays"]) for _ in range(2))
+    epoch(first)
+    saved = save(first.state)
+    expected = [epoch(first) for _ in range(2)]
+    restore(second.state, saved)
+    assert [epoch(second) for _ in range(2)] == expected
 
 
 def test_nothing_is_loaded_that_was_had(caplog: pytest.LogCaptureFixture) -> None:

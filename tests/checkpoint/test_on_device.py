@@ -69,6 +69,7 @@ ALONE = {
     "a_device_that_hangs_is_waited_for_no_longer_than_the_bounds": False,
     "a_step_behind_a_hung_collective_is_not_live": False,
     "a_step_that_the_device_finished_is_live": False,
+    "gradients_that_live_on_a_device_leave_the_step_before_live": False,
     "a_device_that_works_is_told_from_one_that_does_not": False,
     "a_device_that_fails_a_restore_is_named_with_a_remedy": False,
     "a_faulted_device_gives_versions_up_and_raises_nothing_of_ours": True,
@@ -112,6 +113,9 @@ BUGS = {
     "one_device_of_a_process_is_saved": ("every_device_of_a_process_goes_on_with_its_sequence", "drawn anew"),
     "devices_have_their_numbers": ("what_lives_comes_back_on_another_device_of_its_node", "device='sim:0'"),
     "gradients_go_where_they_were": ("what_lives_comes_back_on_another_device_of_its_node", "assign a gradient"),
+    "gradients_are_noted_wherever_they_are": (
+        "gradients_that_live_on_a_device_leave_the_step_before_live", "lies on a device"
+    ),
     "devices_draw_nothing": ("a_device_that_is_used_behind_its_restore_goes_on_with_its_sequence", "drawn anew"),
     "nobody_looks_for_graphs": ("a_step_in_a_graph_is_captured_and_never_copied_late", "AssertionError"),
     "a_restore_comes_from_ordinary_memory": ("a_restore_queues_its_chunks_and_is_proven", "AssertionError"),

@@ -54,6 +54,17 @@ def refusal(given: Objects, saved: Saved) -> str:
     return messages[0]
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "Rprop"])
+def test_state_comes_back_in_the_order_in_which_the_optimizer_makes_it(optimizer: str) -> None:
+    """On every rank, whatever order a version was found in: a script may go through it with a collective for each tensor."""
+    before = objects(optimizer=optimizer)
+    saved, orders = save(state_of(before)), [list(one) for one in before["optimizer"].state.values()]
+    for names in (sorted(saved.shards), sorted(saved.shards, reverse=True)):
+        after = objects(optimizer=optimizer, steps=0)
+        restore(state_of(after), replace(saved, shards={name: saved.shards[name] for name in names}))
+        assert [list(one) for one in after["optimizer"].state.values()] == orders
+
+
 def test_another_width_names_every_tensor_with_both_shapes() -> None:
     message = refusal(objects(width=4, steps=0), save(state_of(objects(width=5))))
     assert "model.0.weight (saved with shape (5, 5), here (4, 4))" in message

@@ -88,7 +88,7 @@ class Staging:
         by_device: dict[torch.device, list[int]] = {}
         for index, target in enumerate(targets):
             by_device.setdefault(target.device, []).append(index)
-        with torch.no_grad():
+        with torch.inference_mode():  # what a script made in there may be written in there alone
             for index in by_device.pop(torch.device("cpu"), ()):
                 targets[index].copy_(sources[index])
             for device, members in by_device.items():

@@ -161,6 +161,11 @@ class GradientsPart(TransientPart):
         return sum(local_of(grad).nbytes for grad in grads if grad is not None)
 
     @property
+    def on_device(self) -> bool:
+        """Return whether some of it is not in host memory."""
+        return any(not local_of(parameter).is_cpu for parameter, _ in self._living.values())
+
+    @property
     def why_lost(self) -> str:
         """Return why the step that was reported last left gradients that no version can have; empty if it did not."""
         if self._unreduced:

@@ -5,6 +5,9 @@ After a restart the first iterator begins with these again and goes on at its pl
 replayed and nothing is loaded that was had already; of an iterable one as many batches are loaded and dropped. Then the generators are as
 they were before. That the order is the same is proven by a digest of the indices, or it is said.
 
+Workers that stay are made once, and that draws a number. Where the run that saved had made them, a restart makes them before the generators
+are as its next epoch found them.
+
 What workers draw themselves begins anew in them. Of several iterators at one time the place is that of the newest.
 """
 
@@ -13,7 +16,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,6 +115,8 @@ class LoaderPlace:
         vars(loader)["_get_iterator"] = self._iterator
         self._newest: _Counted | None = None
         self._had, self._order, self._began = 0, "", dict[str, Any]()
+        self._again = False  # the newest iterator is one that stays, and has begun another time
+        self._stays = False  # there is one that stays, or was in the run that saved
         self._saved: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,13 +126,15 @@ class LoaderPlace:
         """
         if self._saved:  # restored, and no iterator was made since
             return self._saved
-        return {"had": self._had, "order": self._order, "began": self._began, "own": self._own()}
+        place = {"had": self._had, "order": self._order, "began": self._began, "own": self._own()}
+        return {**place, "again": self._again, "stays": self._stays} if self._stays else place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iterator goes on at this place."""
         self._newest = None
         vars(self._loader)["_iterator"] = None  # of workers that stay
         self._had, self._order, self._began, self._saved = 0, "", {}, {}
+        self._again, self._stays = False, state.get("stays", False)
         self._set_own(state["own"])
         if state["had"]:
             self._saved = state
@@ -142,24 +150,25 @@ class LoaderPlace:
         if counted is self._newest:
             self._had, self._order, self._began = 0, "", {}
 
-    def begun(self, counted: _Counted) -> None:
-        """An iterator begins, and draws its first numbers behind this."""
-        self._newest = counted
+    def begun(self, counted: _Counted, *, again: bool) -> None:
+        """An iterator begins, for the first time or `again`, and draws its first numbers behind this."""
+        self._newest, self._again = counted, again
+        self._stays = self._loader.num_workers > 0 and self._loader.persistent_workers
         self._had, self._order = 0, ""
         self._began = {"process": ProcessRandomness().state_dict(), "own": self._own()}
 
     def _iterator(self) -> Iterator[Any]:
         saved, self._saved = self._saved, {}
         counted = _Counted(self)
+        again = saved.get("again", False) if saved else self._stays
         if not saved:
-            self.begun(counted)
+            self.begun(counted, again=again)
             counted.begin(self._made(counted, 0))
             return counted
         process = ProcessRandomness()
         now = process.state_dict()
-        process.load_state_dict(saved["began"]["process"])
-        self._set_own(saved["began"]["own"])
-        self.begun(counted)
+        self._go_back(saved["began"])
+        self.begun(counted, again=again)
         had = saved["had"]
         is_iterable = isinstance(self._loader.dataset, IterableDataset)
         counted.begin(self._made(counted, 0 if is_iterable else had))
@@ -185,12 +194,18 @@ class LoaderPlace:
         """Returns an iterator of torch's whose sampler tells what it hands out."""
         name = "batch_sampler" if self._loader._auto_collation else "sampler"
         sampler = vars(self._loader)[name]
-        vars(self._loader)[name] = _Told(sampler, counted, skipped)
+        went_on = partial(self._go_back, self._began) if self._again else None
+        vars(self._loader)[name] = _Told(sampler, counted, skipped, went_on)
         try:
             made: Iterator[Any] = self._make()
         finally:
             vars(self._loader)[name] = sampler
         return made
+
+    def _go_back(self, began: dict[str, Any]) -> None:
+        """All generators are as they were when an iterator began."""
+        ProcessRandomness().load_state_dict(began["process"])
+        self._set_own(began["own"])
 
     def _own(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in _generators_of(self._loader)]
@@ -252,17 +267,24 @@ class _Counted:
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """A loader whose workers stay begins anew with the same iterator."""
         self._indices.clear()
-        self._place.begun(self)
+        self._place.begun(self, again=True)
         self._inner._reset(loader, first_iter)
 
 
 class _Told:
-    """A sampler that tells what it hands out, and leaves out the first batches of the first iterator that is used."""
+    """A sampler that tells what it hands out, and leaves out the first batches of the first iterator that is used.
 
-    def __init__(self, sampler: Any, counted: _Counted, skipped: int) -> None:
+    Args:
+        go_back: called once the workers are made and before anything is drawn for the order; None: nothing is to be done then.
+    """
+
+    def __init__(self, sampler: Any, counted: _Counted, skipped: int, go_back: Callable[[], None] | None) -> None:
         self._sampler, self._counted, self._skipped = sampler, counted, skipped
+        self._steps = iter([None, go_back])  # the second iterator is made when the workers are
 
     def __iter__(self) -> Iterator[Any]:
+        if (step := next(self._steps, None)) is not None:
+            step()
         return _Skipping(iter(self._sampler), self._counted, self)
 
     def take(self) -> int:

@@ -422,7 +422,9 @@ class OptimizerPart:
         for key, live in existing.items():
             if loading.claim(live, self._state[parameter][key]):
                 claimed[key] = loading.tensor(live.shard.name)
-        fresh = {key: entry for key, entry in entries.items() if key not in existing}
+        # In the order in which the optimizer makes it, and so alike on all ranks: scripts go through it with collectives.
+        order = dict.fromkeys((*predicted, *sorted(entries)))
+        fresh = {key: entries[key] for key in order if key in entries and key not in existing}
         if existing or predicted.keys() == fresh.keys() or not predicted:
             for key, entry in fresh.items():
                 tensor = self._claim_new(loading, parameter, entry, predicted.get(key), key)

@@ -112,7 +112,7 @@ class Survivor:
         if noter is None or self._is_void or not noter.affordable():
             return
         gradients = self._state.gradients
-        if gradients.num_bytes > step_snapshot.GRADIENT_BYTES or gradients.why_lost:
+        if gradients.num_bytes > step_snapshot.GRADIENT_BYTES or gradients.on_device or gradients.why_lost:
             return  # no note can have them; the one before is of the same parameters, or is refused
         gathered = self._state.glance()
         if not self._pinned_writes.end(gathered, CATCH_UP_S):
