@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.checkpoint.entries.types import SavedTensor
 from holdfast.checkpoint.state.step_observer import Steps
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot, survivor_state
@@ -162,6 +163,30 @@ def test_a_step_whose_gradients_live_is_noted_with_them_or_not_at_all(
     assert not any("gradients" in name for name in found[version(1)].small)
     if most:
         assert sum("gradients" in name for name in found[version(2)].small) == 2
+
+
+def test_notes_within_an_accumulation_can_be_loaded(page: SnapshotPage) -> None:
+    """Gradients come and go, and nothing else changes."""
+    job = Job()
+    steps = Steps([job.optimizer], after=job.state.stepped)
+    for step in range(6):
+        job.model(torch.ones(1, 3)).sum().backward()
+        if step % 2 == 1:
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        job.state.gradients.note()
+        job.survivor.note(version(step))
+    steps.close()
+    found = notes_of("job", 0, 1)
+    assert found.keys() == {version(4), version(5)}
+    for step, note in found.items():
+        rows = note.tensors()
+        saved = {
+            row.shard.name: SavedTensor(row.shard.dtype, row.shard.global_shape, (row.shard.extent,)) for row in rows
+        }
+        assert any("gradients" in name for name in saved) == (step == version(4))
+        job.state.fitting(saved, note.decoded())
+    assert job.left() == version(5)
 
 
 def test_while_a_restore_writes_nothing_is_live(page: SnapshotPage) -> None:

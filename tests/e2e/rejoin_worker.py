@@ -61,9 +61,10 @@ class Job:
         self.rank, self.at = dist.get_rank(), at
         self.model: torch.nn.Module = Net()
         self.step = self.whole_step
-        if strategy in ("ddp", "behind"):
+        self.turn = 0
+        if strategy in ("ddp", "behind", "adding"):
             self.wrap()
-            self.step = self.step_behind if strategy == "behind" else self.step
+            self.step = {"behind": self.step_behind, "adding": self.step_adding}.get(strategy, self.step)
         elif strategy == "fsdp":
             fully_shard(self.model.two)
             fully_shard(self.model)
@@ -102,6 +103,12 @@ class Job:
         if next(self.model.parameters()).grad is not None:
             self.finish()
         self.model(torch.randn(4, 12)).square().sum().backward()
+
+    def step_adding(self) -> None:
+        """The optimizer makes one step in three: gradients are added up at the others."""
+        self.model(torch.randn(4, 12)).square().sum().backward()
+        if self.turn % 3 == 2:
+            self.finish()
 
     def stage_step(self) -> None:
         x, h = torch.randn(4, 12), torch.zeros(4, 32)
@@ -172,7 +179,7 @@ def reference(cell: str, rank: int) -> None:
     strategy = cell.split(":", maxsplit=1)[0]
     job = Job("ddp" if strategy == "resumable" else strategy, lambda _: None)
     rows = []
-    for _ in range(STEPS):
+    for job.turn in range(STEPS):
         job.step()
         rows.append(job.digest())
     write(file, rows)
@@ -205,7 +212,7 @@ def loop(cell: str, rank: int, job: Job, checkpointer: holdfast.Checkpointer, no
     victim(cell, "restored", -1)
     rows: dict[int, str] = {}
     for step in range(start, STEPS):
-        now["step"] = step
+        now["step"] = job.turn = step
         job.step()
         rows[step] = job.digest()
         write(OUT / f"trained-{cell}-{rank}-{os.getpid()}-{start}.json", rows)

@@ -104,9 +104,11 @@ def test_live_twin_restores_every_step_but_never_mid_update(tmp_path: Path, runt
 
 
 def test_live_state_has_the_gradients_that_its_step_left(tmp_path: Path, runtime_dir: Path) -> None:
-    check(tmp_path, ["behind:save:100"])
-    assert starts(tmp_path, "behind:save:100") == [0, 5]
-    assert incidents(runtime_dir)[0]["came_back"] == {"0": "what it still held", "1": "a twin's live state"}
+    cells = ["behind:save:100", "adding:save:100"]
+    check(tmp_path, cells)
+    assert [starts(tmp_path, cell) for cell in cells] == [[0, 5], [0, 5]]
+    for told in incidents(runtime_dir):
+        assert told["came_back"] == {"0": "what it still held", "1": "a twin's live state"}
 
 
 @pytest.mark.slow

@@ -182,14 +182,7 @@ class State:
         tensors = LiveTensors(self._persistent.tensors, transient.tensors)
         if both := [name for name in transient.tensors if name in self._persistent.tensors]:
             raise twice(both[0])
-        described = (
-            self._storages,
-            [(live.shard, live.local.device) for live in transient.tensors.values()],
-            sorted(transient.values),
-        )
-        if described != self._described:
-            self._note_structure(tensors, transient)
-            self._described = described
+        self._describe(tensors, transient)
         if self._layouts.allocated:
             self._overlooked.look(self._owned.values())
         return Gathered(tensors, transient.values, self._structure, self._storages)
@@ -209,6 +202,7 @@ class State:
             part.report(transient)
         self._add_orders(transient)
         tensors = LiveTensors(self._persistent.tensors, transient.tensors)
+        self._describe(tensors, transient)
         return Gathered(tensors, transient.values, self._structure, self._storages)
 
     def storages(self) -> int:
@@ -413,6 +407,17 @@ class State:
         self._watch = Tensors(self._persistent.sources if self._layouts.allocated else ())
         self._owned = {name: live.local for name, live in self._persistent.tensors.items() if live.late}
         self._storages += 1
+
+    def _describe(self, tensors: Mapping[str, LiveTensor], transient: Collector) -> None:
+        """Looks whether it is another structure than that of the last look: gradients that are added up come and go."""
+        described = (
+            self._storages,
+            [(live.shard, live.local.device) for live in transient.tensors.values()],
+            sorted(transient.values),
+        )
+        if described != self._described:
+            self._note_structure(tensors, transient)
+            self._described = described
 
     def _note_structure(self, tensors: Mapping[str, LiveTensor], transient: Collector) -> None:
         shape = (

@@ -15,6 +15,7 @@ Must never: call a state live of which a part may have moved. A write past torch
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 # How long a device may take to come to the end of what is queued, so that its memory can be read. The process ends without
 # that: `runner.PROBE_S`.
 CATCH_UP_S = 3.0
+# Of what optimizers own so many tensors are compared where a step was reported and nobody saw an optimizer's: the smallest, up to
+# so many bytes each.
+NUM_SMALLEST, SMALL_BYTES = 8, 64 << 10
 
 
 @dataclass(slots=True)
@@ -97,6 +101,7 @@ class Survivor:
         self._passed: Version | None = None  # what the devices had finished when the job broke off
         self._begun = -1
         self._unseen = False  # between the last two notes no optimizer made a step, as far as anybody saw
+        self._smallest: dict[str, torch.Tensor] = {}  # then: copies of what is small
         self._still = UnchangedStateCheck(state)
         self._pinned_writes = PinnedWrites()
 
@@ -116,8 +121,9 @@ class Survivor:
             logger.info("a failed rank cannot be filled from a twin's live state: %s", noter.refused)
             return
         before = self._noted[0]
-        # Also graphs that were captured before anybody could see it: a step was finished, and no optimizer made one.
+        # Within an accumulation; or by graphs that were captured before anybody could see it. Of those no step was ever seen.
         self._unseen = before is not None and before.step < version.step and self._begun == self._window.begun
+        self._smallest = self._copies() if self._unseen and self._window.has_seen(self._state.optimizers) else {}
         self._noted, self._begun = (version, self._events()), self._window.begun
 
     def let_go(self) -> None:
@@ -152,7 +158,10 @@ class Survivor:
             why = f"its device does not come to the end of what is queued within {CATCH_UP_S:g} s"
         if not why:
             try:
-                late = {name: live.detach().to("cpu", copy=True) for name, live in self._still.owned.items()}
+                if self._is_replayed():
+                    why = f"optimizer steps were made after {self._noted[0]} that nobody saw: a graph replays them"
+                else:
+                    late = {name: live.detach().to("cpu", copy=True) for name, live in self._still.owned.items()}
             except RuntimeError as error:  # a device that failed, or no memory
                 why = f"the state cannot be copied: {error}"
         remains.job, remains.version = self._job, None if why else self._noted[0]
@@ -163,6 +172,7 @@ class Survivor:
         """Removes the hooks and lets go of the tensors."""
         self._window.close()
         self._still.forget()
+        self._smallest = {}
 
     def _why_not(self) -> str:
         version = self._noted[0]
@@ -170,7 +180,7 @@ class Survivor:
             return self._noter.refused if self._noter and self._noter.refused else "no step was noted"
         if not counts(broke_off=self._is_void, passed_by_then=version == self._passed):
             return f"the device had not finished {version} when the job broke off"
-        if self._window.captured or self._unseen:
+        if self._window.captured or (self._unseen and not self._smallest):
             return f"optimizer steps may have been made after {version} that nobody saw: a graph replays them"
         if self._window.open:
             return f"interrupted inside the optimizer step after {version}"
@@ -178,6 +188,16 @@ class Survivor:
             return f"the optimizer went on after {version}"
         why = self._still.why_not()
         return f"{why}, after {version}" if why else ""
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        owned = {name: tensor for name, tensor in self._still.owned.items() if tensor.nbytes <= SMALL_BYTES}
+        smallest = heapq.nsmallest(NUM_SMALLEST, owned, lambda name: owned[name].nbytes)
+        return {name: owned[name].detach().clone() for name in smallest}
+
+    def _is_replayed(self) -> bool:
+        """Return whether something made a step past everybody since the last note: what was copied then is not so any more."""
+        owned = self._still.owned
+        return not all(name in owned and torch.equal(owned[name], copy) for name, copy in self._smallest.items())
 
     def _events(self) -> tuple[torch.Event, ...]:
         """Behind all that is queued now, one for each device that has a part of the state."""

@@ -19,6 +19,7 @@ class Window:
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._ended = 0
+        self._seen: set[int] = set()  # optimizers that made a step
         self._steps = Steps(optimizers, after=self._end)
 
     @property
@@ -40,5 +41,10 @@ class Window:
         """Removes the hooks."""
         self._steps.close()
 
-    def _end(self, _: torch.optim.Optimizer) -> None:
+    def has_seen(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Return whether each of them made a step that was seen."""
+        return self._seen.issuperset(map(id, optimizers))
+
+    def _end(self, optimizer: torch.optim.Optimizer) -> None:
+        self._seen.add(id(optimizer))
         self._ended += 1
