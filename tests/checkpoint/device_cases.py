@@ -24,6 +24,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.base.errors import DeviceError, LevelNotReached
@@ -41,7 +44,7 @@ from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.device import accelerator, chunk_staging, pinned_writes
-from holdfast.checkpoint.entries import carried_tensors
+from holdfast.checkpoint.entries import carried_tensors, living_gradients
 from holdfast.checkpoint.entries.gradients_part import GradientsPart
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job.collectives import Alone, together
@@ -729,6 +732,27 @@ def what_lives_comes_back_on_another_device_of_its_node() -> None:
             model(hidden[0]).sum().backward()
             checkpointer.step(number, hidden=hidden, past=past)
         checkpointer.close()
+
+
+@case
+def gradients_of_offloaded_shards_come_back_to_host_memory() -> None:
+    backends = f"cpu:gloo,{simulated.name()}:simccl"
+    torch.distributed.init_process_group(backends, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(simulated.name(), (1,))
+    model = torch.nn.Linear(8, 8, device=place())
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    model(torch.ones(2, 8, device=place())).sum().backward()
+    parameters = list(model.parameters())
+    saved = living_gradients.as_saved({str(number): p for number, p in enumerate(parameters)}, copied=True)
+    expected = [p.grad.to_local().clone() for p in parameters if isinstance(p.grad, DTensor)]
+    for parameter in parameters:
+        parameter.grad = None
+    living_gradients.put(parameters, saved)
+    there = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
+    assert len(there) == 2
+    assert all(map(torch.equal, there, expected))
+    assert all(grad.is_cpu for grad in there), there
+    torch.distributed.destroy_process_group()
 
 
 @bug

@@ -51,6 +51,7 @@ ALONE = {
     "a_state_comes_back_bit_for_bit_with_late_copies": False,
     "gradients_that_live_come_back_on_their_device": False,
     "what_lives_comes_back_on_another_device_of_its_node": False,
+    "gradients_of_offloaded_shards_come_back_to_host_memory": False,
     "a_script_whose_default_device_is_the_accelerator_comes_back": False,
     "host_memory_that_a_device_still_writes_is_saved_as_it_will_be": False,
     "a_note_has_what_a_device_writes_to_host_memory": False,

@@ -157,11 +157,13 @@ def put_zero(parameter: torch.Tensor) -> None:
     _give(parameter, torch.zeros_like(local_of(parameter).detach()))
 
 
+@torch.no_grad()
 def _give(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
-        grad = DTensor.from_local(
-            grad, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-        )
+        # `from_local` would move what is offloaded to host memory to the mesh's device.
+        whole = torch.empty_like(parameter, dtype=grad.dtype)
+        local_of(whole).copy_(grad)
+        grad = whole
     parameter.grad = grad
 
 
