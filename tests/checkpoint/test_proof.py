@@ -65,7 +65,7 @@ def run(
         "fetch": fetch,
         "told": told,
         "after": after,
-        "step": step,
+        "makes": makes,
     }
     text = SCRIPT
     for name, value in places.items():
