@@ -35,8 +35,7 @@ for step in range(start, 8):
     loss = model(x).square().mean() * scale
     {fetch}
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    {makes}
     print("step", step, loss.item())
     {told}
     {after}
@@ -55,10 +54,19 @@ def run(
     fetch: str = "pass",
     told: str = "ckpt.step(step)",
     after: str = "pass",
+    makes: str = "optimizer.step(); optimizer.zero_grad()",
     root: str = "root",
 ) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
-    places = {"prove": str(prove), "behind": behind, "before": before, "fetch": fetch, "told": told, "after": after}
+    places = {
+        "prove": str(prove),
+        "behind": behind,
+        "before": before,
+        "fetch": fetch,
+        "told": told,
+        "after": after,
+        "makes": makes,
+    }
     text = SCRIPT
     for name, value in places.items():
         text = text.replace(f"{{{name}}}", value)
@@ -80,6 +88,22 @@ def test_lines_that_are_right_are_proven_and_nobody_notices(tmp_path: Path) -> N
     carried = run(tmp_path, behind='x = ckpt.carry("x", x)', root="carried", **carry)
     assert SAME in carried.stderr
     assert carried.returncode == 0, carried.stderr
+
+
+@pytest.mark.usefixtures("runtime_dir")
+@pytest.mark.parametrize(
+    "lines",
+    [
+        {"makes": "optimizer.step(); optimizer.zero_grad(set_to_none=False)"},
+        {"makes": "pass", "before": "x = batch(); step and (optimizer.step(), optimizer.zero_grad())"},
+        {"makes": "optimizer.step()", "before": "x = batch(); optimizer.zero_grad()"},
+    ],
+    ids=["in place", "a step later", "before"],
+)
+def test_gradients_that_live_or_are_cleared_in_place_are_proven(lines: dict[str, str], tmp_path: Path) -> None:
+    proven = run(tmp_path, **lines)
+    assert proven.returncode == 0, proven.stderr
+    assert SAME in proven.stderr
 
 
 @pytest.mark.usefixtures("runtime_dir")

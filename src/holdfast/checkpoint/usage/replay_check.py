@@ -297,10 +297,14 @@ def _tensors(objects: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields a value by its parts, so that one that differs has a name: what is carried by its own."""
+    """Yields a value by its parts, so that one that differs has a name: what is carried by its own. Of gradients, which ones live; not
+    what is known of how the script clears them, which grows with every step.
+    """
     if isinstance(value, dict) and {"range", "rows", "carried"} <= value.keys():
         yield from ((str(row[0]), row[3]) for row in value["rows"])
         yield from ((str(name), part) for name, part in value["carried"].items())
+    elif isinstance(value, dict) and {"of", "gradients", "zero"} <= value.keys():
+        yield from ((f"{path}.{number}", bool(part)) for number, part in value["gradients"].items())
     else:
         yield path, value
 

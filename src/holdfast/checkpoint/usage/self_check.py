@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import xxhash
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from holdfast.base.errors import UsageError
@@ -44,6 +45,7 @@ class Proof:
         self._steps = self._seen = 0
         self._living: dict[str, str] = {}
         self._changed: set[str] = set()
+        self.is_child = False
         self._handle = register_optimizer_step_post_hook(self._count)
         self._check.begin(objects)
         self.is_child = self._check.child
@@ -61,6 +63,7 @@ class Proof:
     def again(self, step: int, carry: Mapping[str, Any], frame: FrameType) -> None:
         """Notes a step of the child; the process ends behind the last one that is compared."""
         self.carried.give(step, carry)
+        self._check.state().gradients.note()
         if self._stepped():
             self._check.told(_living(frame))
 
@@ -103,8 +106,11 @@ class Proof:
         seen, self._seen = self._seen, self._steps
         return seen != self._steps
 
-    def _count(self, *_: Any) -> None:
+    def _count(self, optimizer: Optimizer, *_: Any) -> None:
         self._steps += 1
+        state = self._check.state() if self.is_child else None  # which nobody else tells there
+        if state is not None and any(optimizer is each for each in state.optimizers):
+            state.stepped(optimizer)
 
     def _tell_why(self) -> None:
         if self._check.reason and self._says:
