@@ -165,6 +165,24 @@ def test_a_step_whose_gradients_live_is_noted_with_them_or_not_at_all(
         assert sum("gradients" in name for name in found[version(2)].small) == 2
 
 
+def test_what_is_written_at_a_step_that_is_not_noted_is_not_live_as_that_of_the_note_before(
+    page: SnapshotPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within an accumulation whose gradients are too large to be noted a script writes parameters by hand."""
+    monkeypatch.setattr(step_snapshot, "GRADIENT_BYTES", 0)
+    job = Job()
+    for step in range(2):
+        if step == 0:
+            job.optimizer.step()
+        else:
+            job.model(torch.ones(1, 3)).sum().backward()
+            job.model.weight.data.mul_(0.5)
+        job.state.gradients.note()
+        job.survivor.note(version(step))
+    assert set(notes_of("job", 0, 1)) == {version(0)}
+    assert job.left() is None
+
+
 def test_notes_within_an_accumulation_can_be_loaded(page: SnapshotPage) -> None:
     """Gradients come and go, and nothing else changes."""
     job = Job()

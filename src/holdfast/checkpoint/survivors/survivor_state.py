@@ -107,24 +107,32 @@ class Survivor:
 
     def note(self, version: Version) -> None:
         """The state is that of `version` now. Outside of an optimizer's step."""
+        is_lost = self._noted[0] is not None and self._begun == self._window.begun and bool(self._still.why_not())
         self._still.note(version.step)
+        if not self._is_noted(version) and is_lost:
+            self._noted = (None, ())  # the memory is not that of the note before any more
+
+    def _is_noted(self, version: Version) -> bool:
         noter = self._noter
         if noter is None or self._is_void or not noter.affordable():
-            return
+            return False
         gradients = self._state.gradients
         if gradients.num_bytes > step_snapshot.GRADIENT_BYTES or gradients.on_device or gradients.why_lost:
-            return  # no note can have them; the one before is of the same parameters, or is refused
+            return False  # no note can have them; the one before may be of the same parameters
         gathered = self._state.glance()
         if not self._pinned_writes.end(gathered, CATCH_UP_S):
-            return
+            return False
         if not noter.write(version, gathered):
             logger.info("a failed rank cannot be filled from a twin's live state: %s", noter.refused)
-            return
+            return False
         before = self._noted[0]
         # Within an accumulation; or by graphs that were captured before anybody could see it. Of those no step was ever seen.
         self._unseen = before is not None and before.step < version.step and self._begun == self._window.begun
-        self._smallest = self._copies() if self._unseen and self._window.has_seen(self._state.optimizers) else {}
+        is_first = before is None and not self._window.begun
+        is_seen = self._window.has_seen(self._state.optimizers)
+        self._smallest = self._copies() if is_first or (self._unseen and is_seen) else {}
         self._noted, self._begun = (version, self._events()), self._window.begun
+        return True
 
     def let_go(self) -> None:
         """Lets go of tensors that are not the state any more, as a save has seen."""
