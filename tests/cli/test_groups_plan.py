@@ -497,6 +497,25 @@ def test_a_script_is_planned_without_memory_for_its_weights(tmp_path: Path) -> N
     assert "printed by the script" in result.stderr
 
 
+def test_a_script_that_converts_its_model_is_planned(tmp_path: Path, holdfast: Run) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import holdfast, torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))\n"
+        "model[1].weight = model[0].weight\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "model.to(torch.device('cpu')).to(torch.bfloat16)\n"
+        "assert model[1].weight is model[0].weight is optimizer.param_groups[0]['params'][0]\n"
+        "holdfast.Checkpointer('/nowhere', model=model, optimizer=optimizer).restore()\n"
+    )
+    result = holdfast("plan", script, "--ranks-per-node", 1, "--json")
+    assert result.returncode == 1, result.stderr  # one node protects nothing
+    document = json.loads(result.stdout)
+    rows = {row["name"]: row for row in document["entries"]}
+    assert rows["model.0.weight"]["dtype"] == "BF16"
+    assert 3 * 2 * 256 * 256 < document["unique_bytes"] < 3 * 2 * 256 * 258 + 100_000
+
+
 def test_a_script_that_cannot_be_rehearsed_says_why(tmp_path: Path, holdfast: Run) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\nif torch.ones(1).item() > 0: pass\n")

@@ -25,6 +25,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -199,6 +200,7 @@ def _without_memory(place: Place) -> Iterator[None]:
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
     _keep_meshes_real()
     _without_reducer()
+    _let_modules_change()
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -226,6 +228,21 @@ def _real(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*arguments, **more)
 
     return called
+
+
+def _let_modules_change() -> None:
+    """`model.to(...)` swaps tensors without memory, and torch refuses what has a weak reference: its own notes of them have one."""
+    swap = torch.utils.swap_tensors
+
+    def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+        seen = weakref.getweakrefs
+        weakref.getweakrefs = lambda _: []
+        try:
+            swap(one, other)  # type: ignore[no-untyped-call]
+        finally:
+            weakref.getweakrefs = seen
+
+    torch.utils.swap_tensors = swap_tensors
 
 
 def _without_reducer() -> None:
