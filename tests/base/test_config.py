@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,22 @@ def test_values_out_of_range_are_refused_with_what_is_allowed(name: str, tmp_pat
                 with pytest.raises(ConfigError) as caught:
                     way()
                 assert caught.value.remedy, value
+
+
+def test_settings_made_by_hand_are_of_their_types_or_are_refused_by_name(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "memory_budget": 1000,
+        "every": 5,
+        "close_timeout_s": "5",
+        "runtime_dir": tmp_path,
+        "run_id": None,
+    }
+    made = Config(**given)
+    assert (made.memory_budget, made.every, made.close_timeout_s) == ("1000", "5", 5.0)
+    assert (made.runtime_dir, made.run_id) == (str(tmp_path), Config().run_id)
+    for name, value in {"num_slots": 2.5, "close_timeout_s": "5s", "memory_budget": b"3", "require_memory": 2}.items():
+        with pytest.raises(ConfigError, match=name):
+            Config(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_backup_node_is_refused_where_no_replicas_are_kept() -> None:

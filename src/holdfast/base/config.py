@@ -150,6 +150,11 @@ class Config:
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            text = os.fspath(value) if isinstance(value, os.PathLike) else value
+            given = field.default if text is None else _typed(field.name, text, where=field.name)
+            object.__setattr__(self, field.name, given)
         for name in PATHS:
             object.__setattr__(self, name, absolute(getattr(self, name)))
         _require(2 <= self.num_slots <= MAX_SLOTS, "num_slots", self.num_slots, f"2 or {MAX_SLOTS}")
