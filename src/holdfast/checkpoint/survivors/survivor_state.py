@@ -99,9 +99,11 @@ class Survivor:
         self._noted: tuple[Version | None, tuple[torch.Event, ...]] = (None, ())
         self._is_void = False
         self._passed: Version | None = None  # what the devices had finished when the job broke off
-        self._begun = -1
-        self._unseen = False  # between the last two notes no optimizer made a step, as far as anybody saw
-        self._smallest: dict[str, torch.Tensor] = {}  # then: copies of what is small
+        self._begun = 0
+        self._unseen = False  # steps may have been made between the last two notes that nobody saw
+        self._smallest: dict[
+            str, torch.Tensor
+        ] = {}  # copies of what is small, where no step was seen before the last note
         self._still = UnchangedStateCheck(state)
         self._pinned_writes = PinnedWrites()
 
@@ -125,12 +127,12 @@ class Survivor:
         if not noter.write(version, gathered):
             logger.info("a failed rank cannot be filled from a twin's live state: %s", noter.refused)
             return False
-        before = self._noted[0]
+        before, is_quiet = self._noted[0], self._window.begun == self._begun
+        self._smallest = self._copies() if is_quiet else {}
         # Within an accumulation; or by graphs that were captured before anybody could see it. Of those no step was ever seen.
-        self._unseen = before is not None and before.step < version.step and self._begun == self._window.begun
-        is_first = before is None and not self._window.begun
-        is_seen = self._window.has_seen(self._state.optimizers)
-        self._smallest = self._copies() if is_first or (self._unseen and is_seen) else {}
+        if before is None or before.step != version.step:  # else it is noted again, by a save of it
+            is_known = bool(self._smallest) and self._window.has_seen(self._state.optimizers)
+            self._unseen = before is not None and is_quiet and not is_known
         self._noted, self._begun = (version, self._events()), self._window.begun
         return True
 
@@ -188,7 +190,7 @@ class Survivor:
             return self._noter.refused if self._noter and self._noter.refused else "no step was noted"
         if not counts(broke_off=self._is_void, passed_by_then=version == self._passed):
             return f"the device had not finished {version} when the job broke off"
-        if self._window.captured or (self._unseen and not self._smallest):
+        if self._window.captured or self._unseen:
             return f"optimizer steps may have been made after {version} that nobody saw: a graph replays them"
         if self._window.open:
             return f"interrupted inside the optimizer step after {version}"
