@@ -95,6 +95,13 @@ def test_a_keeper_that_does_not_answer_holds_few_steps_up(link: Link, contact: L
     assert link.asked <= 60 / SILENT_S + 1
 
 
+def test_a_keeper_that_stops_to_answer_is_not_known_to_be_cut_off(link: Link, contact: LostContact) -> None:
+    link.leader = 1
+    assert not seen(link, contact, 2)
+    link.leader = -2
+    assert not seen(link, contact, 60)
+
+
 def test_what_was_long_ago_does_not_count(link: Link, contact: LostContact) -> None:
     link.leader = 1
     assert not seen(link, contact, 2)

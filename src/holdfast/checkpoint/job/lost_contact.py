@@ -56,7 +56,7 @@ class LostContact:
         try:
             status = client.status(timeout_s=ASK_S) if client is not None else {}
         except KeeperError:  # it is lost, or slow, which others notice: no step waits for it again soon
-            self._ask_at_s = self._clock() + SILENT_S
+            self._ask_at_s, self._since_s = self._clock() + SILENT_S, None
             return
         leader, nodes = status.get("coordinator", -1), status.get("nodes", [])
         if leader == 0:
