@@ -855,6 +855,8 @@ class TwoNets:
 
     def step(self, number: int, *, save: bool = True) -> None:
         x = torch.ones(8, 256, device=place())
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)  # what lives behind a step would be copied on the main stream
         (self.nets[1](self.nets[0](x)) * (number + 1)).square().mean().backward()
         main = torch.accelerator.current_stream()
         for stream, optimizer in zip(self.streams, self.optimizers, strict=True):
@@ -863,8 +865,6 @@ class TwoNets:
                 optimizer.step()
         for stream in self.streams:
             main.wait_stream(stream)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)
         if save:
             self.checkpointer.step(number)
 

@@ -364,6 +364,23 @@ def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(
     assert turn(*halves) == 0
 
 
+def test_where_an_object_saves_them_no_parameter_gets_a_hook() -> None:
+    """Zero lines do; a hook that comes to be within the loop ends them, for a restart would not have it."""
+    hooks = {}
+    for off in (False, True):
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list, off=off)  # noqa: B023
+        for _ in range(2):
+            parameter.sum().backward()
+            optimizer.step()
+            part.stepped(optimizer)
+            optimizer.zero_grad(set_to_none=False)
+            part.note()
+        hooks[off] = bool(parameter._backward_hooks)
+    assert hooks == {False: True, True: False}
+
+
 def test_of_each_optimizer_it_is_looked_whether_the_script_clears_what_it_used() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
     clears, leaves = (torch.optim.SGD([each], lr=0.1) for each in parameters)

@@ -86,7 +86,7 @@ BUGS = {
     "the_side_stream_does_not_wait_for_what_is_queued": ("work_before_the_call_is_in_the_copy", "before the step"),
     "a_block_is_filled_while_it_is_sent": ("small_neighbours_go_in_few_copies", "has other bytes"),
     "a_block_is_filled_by_value": ("every_bit_of_every_type_is_copied_in_a_block", "other bits"),
-    "buffers_take_what_torch_works_out": ("conjugates_go_through_buffers_as_what_they_stand_for", "stand for"),
+    "buffers_take_what_torch_works_out": ("conjugates_go_through_buffers_as_what_they_stand_for", "stands for"),
     "each_slot_keeps_its_tensors": ("what_a_script_replaces_is_kept_once_at_most", "former states"),
     "a_note_keeps_its_tensors": ("what_a_script_replaces_is_kept_once_at_most", "former states"),
     "threads_queue_at_once": ("two_threads_never_fill_one_block", "another thread's bytes"),

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from holdfast.testing import device
+from keepers_kit import end_keepers
 
 SCRIPT = str(Path(__file__).resolve().parent / "fsdp2_example.py")
 WAYS = {"fsdp": (), "mixed": ("--mixed-precision",), "tensor": ("--parallel=tensor",)}
@@ -94,6 +95,7 @@ def test_an_example_is_kept_without_a_line(way: str, tmp_path: Path, runtime_dir
     assert "incarnation 2" in said, said[-4000:]
     assert said.count("rank 1 step 0 ") == 1, "it began anew"
     assert losses == expected
+    end_keepers(runtime_dir)
 
 
 def test_gradients_that_no_rank_has_reduced_are_not_kept_without_a_line(tmp_path: Path, runtime_dir: Path) -> None:

@@ -108,6 +108,8 @@ class GradientsPart(TransientPart):
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
+        if self.off:  # nor may a parameter get a hook: zero lines would take it for one that the script came to have
+            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._is_quick:
             parameters = parameters[:: -(-len(parameters) // SAMPLE)]
