@@ -151,13 +151,13 @@ def test_a_stream_that_ends_at_any_byte_of_a_frame_ends_the_reader(make_rig: Mak
     place = rig.keeper(0)
     keeper = psutil.Process(rig.pid_of(place))
     hello = frames._framed(messages.encode(messages.Hello(job=place.job, role=messages.VIEWER)))
-    threads = keeper.num_threads()
     for end in range(len(hello)):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(place.socket))
             sock.sendall(hello[:end])
-    assert len(hello) > MAX_THREADS
-    assert keeper.num_threads() <= threads + MAX_THREADS
+    most = MAX_THREADS + 16  # and the keeper's own, of which some begin late
+    assert len(hello) > most
+    assert keeper.num_threads() <= most
     with socket.socket(socket.AF_UNIX) as sock:  # no thread is left that reads what never comes
         sock.connect(str(place.socket))
         sock.settimeout(10)
