@@ -128,7 +128,7 @@ def test_what_another_copy_would_not_mend_is_raised_and_ends_all_streams(
     before = threading.active_count()
     with pytest.raises(ConfigError, match="no key"):
         stored.fill(source)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 @pytest.mark.parametrize("change", sampled([-1, 1], 1))
