@@ -1461,13 +1461,18 @@ def what_is_queued_later_counts() -> None:
     Fence.start = begin  # type: ignore[method-assign]
 
 
-@case
-def a_step_behind_a_hung_collective_is_not_live() -> None:
+def noted_job() -> tuple[torch.nn.Linear, torch.optim.AdamW, State, Survivor]:
+    """A small job on the device whose steps are noted."""
     step_snapshot.attach(step_snapshot.make_page())
     model = torch.nn.Linear(64, 64).to(place())
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
-    survivor = Survivor(state, job="job", rank=0, world_size=1)
+    return model, optimizer, state, Survivor(state, job="j", rank=0, world_size=1)
+
+
+@case
+def a_step_behind_a_hung_collective_is_not_live() -> None:
+    model, optimizer, _, survivor = noted_job()
     open_checkpointers.register(thing := SimpleThing(survivor.void))
 
     def step(number: int) -> None:
@@ -1491,12 +1496,7 @@ def a_step_behind_a_hung_collective_is_not_live() -> None:
 
 @case
 def a_step_that_the_device_finished_is_live() -> None:
-    step_snapshot.attach(step_snapshot.make_page())
-    model = torch.nn.Linear(64, 64).to(place())
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    survivor = Survivor(
-        State({"model": model, "optimizer": optimizer}, rank=0, world_size=1), job="j", rank=0, world_size=1
-    )
+    model, optimizer, _, survivor = noted_job()
     open_checkpointers.register(thing := SimpleThing(survivor.void))
     for number in range(2):
         model(torch.ones(1, 64, device=place())).sum().backward()
@@ -1517,11 +1517,7 @@ def a_step_that_the_device_finished_is_live() -> None:
 @case
 def gradients_that_live_on_a_device_leave_the_step_before_live() -> None:
     """No note can have them, and the next one behind an optimizer's step is made all the same."""
-    step_snapshot.attach(step_snapshot.make_page())
-    model = torch.nn.Linear(64, 64).to(place())
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
-    survivor = Survivor(state, job="j", rank=0, world_size=1)
+    model, optimizer, state, survivor = noted_job()
     for number in range(7):
         model(torch.ones(1, 64, device=place())).sum().backward()
         if number % 3 == 2:
