@@ -159,16 +159,10 @@ class GradientsPart(TransientPart):
         """Return whether the next step reads the gradient of a parameter."""
         return (grad := parameter.grad) is not None and (self._uncleared or not _is(grad, self._used.get(key)))
 
-    @property
-    def num_bytes(self) -> int:
-        """Return how much lives of the step that was reported last."""
-        grads = (parameter.grad for parameter, _ in self._living.values())
-        return sum(local_of(grad).nbytes for grad in grads if grad is not None)
-
-    @property
-    def on_device(self) -> bool:
-        """Return whether some of it is not in host memory."""
-        return any(not local_of(parameter).is_cpu for parameter, _ in self._living.values())
+    def fits(self, most: int) -> bool:
+        """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""
+        grads = [local_of(parameter.grad) for parameter, _ in self._living.values() if parameter.grad is not None]
+        return all(grad.is_cpu for grad in grads) and sum(grad.nbytes for grad in grads) <= most and not self.why_lost
 
     @property
     def why_lost(self) -> str:
