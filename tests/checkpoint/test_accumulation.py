@@ -393,4 +393,6 @@ def test_of_each_optimizer_it_is_looked_whether_the_script_clears_what_it_used()
             optimizer.step()
             part.stepped(optimizer)
         part.note()
-    assert [part.fits(most) for most in (2 * 3 * 4 - 1, 2 * 3 * 4)] == [False, True], "all live where one is not cleared"
+    assert [part.fits(most) for most in (2 * 3 * 4 - 1, 2 * 3 * 4)] == [False, True], (
+        "all live where one is not cleared"
+    )

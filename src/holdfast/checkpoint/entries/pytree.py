@@ -91,7 +91,7 @@ def unflatten(tree: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
 
 def with_parts(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """Return a container with `change(key or index, part)` for each of its parts; what is none as it is."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not isinstance(value, Counter):  # made of pairs it would count them
         return type(value)((key, change(key, part)) for key, part in value.items())
     if not isinstance(value, list | tuple | deque):
         return value
