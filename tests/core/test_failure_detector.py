@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from faults_kit import Watching
 from holdfast.core.elastic.failure_detector import Kind, Verdict, Watch
-from holdfast.core.elastic.watch_mode import CAREFUL, MODES, QUICK
+from holdfast.core.elastic.watch_mode import MODES, QUICK
 from holdfast.core.elastic.worker_facts import Beat, Phase, WorkerSample
 
 HEALTHY = ("steps", "waits", "moves", "reads", "traced", "device", "starved", "unheard")
@@ -222,9 +222,3 @@ def test_stalled_job_is_judged_after_its_modes_limit() -> None:
     waits = replace(AT_A_LOCK, beat=replace(AT_A_LOCK.beat, phase=Phase.COLLECTIVE, inside=True))
     assert hopeless_s(Watch(), AT_A_LOCK, waits) == pytest.approx(120, abs=1)
     assert hopeless_s(Watch(QUICK), AT_A_LOCK, waits) == pytest.approx(8.4, abs=1)
-
-
-def test_a_scaled_mode_keeps_all_proportions() -> None:
-    small = CAREFUL.scaled(1 / 60)
-    assert small.floors_s[Phase.STEP] == (2.0, 5.0)
-    assert (small.busy_s, small.together_s, small.learns) == (15.0, 1.0, True)
