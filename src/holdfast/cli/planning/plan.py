@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.base.config import Config
+from holdfast.base.config import MAX_SLOTS, Config
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.cli import console, rank_ranges
@@ -212,9 +212,9 @@ def _print_job(costs: JobPlan) -> None:
     console.print_table(("tensors", "ranks alike", "groups", "the first", "its bytes", "tensors like"), rows)
 
 
-def _host_bytes(costs: JobPlan, node: int) -> int:
+def _host_bytes(costs: JobPlan, node: int, num_slots: int = Config().num_slots) -> int:
     """Memory of a node's slots as its keeper reserves it, replicas included."""
-    return sum(map(slot_bytes, costs.slots(node, Config().num_slots, spare_bytes=SPARE_BYTES)))
+    return sum(map(slot_bytes, costs.slots(node, num_slots, spare_bytes=SPARE_BYTES)))
 
 
 def _print_nodes(costs: JobPlan) -> None:
@@ -242,6 +242,11 @@ def _print_memory(costs: JobPlan) -> None:
     console.say(
         f"\nA node allows a quarter of its memory, so host memory of {console.size_text(needed)} fits from "
         f"{console.size_text(DEFAULT_SHARE * needed)} on; with less set HOLDFAST_MEMORY_BUDGET, or the job saves to storage only."
+    )
+    most = max(_host_bytes(costs, alike[0], MAX_SLOTS) for alike in costs.nodes_alike())
+    console.say(
+        f"A third slot for each rank makes it {console.size_text(most)}. One is added where saves come faster than storage or "
+        "replicas, if the budget has room for three more; with num_slots=3 it is there from the start."
     )
     if memory_pages.shared_memory_policy() not in memory_pages.HUGE_POLICIES:
         console.say(
@@ -328,6 +333,7 @@ def _node_document(costs: JobPlan, alike: tuple[int, ...], alone: list[str], *, 
         "written_bytes": costs.nodes.written[node],
         "kept_replica_bytes": costs.nodes.kept[node],
         "host_bytes": _host_bytes(costs, node),
+        "host_bytes_with_third_slots": _host_bytes(costs, node, MAX_SLOTS),
         "if_it_dies": {
             "from_twins_bytes": back - alone_bytes,
             "from_replica_bytes": alone_bytes if safe else 0,
