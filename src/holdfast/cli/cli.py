@@ -19,8 +19,8 @@ from holdfast.cli import report as report_tool
 from holdfast.cli import status as status_tool
 from holdfast.cli import subcommands
 from holdfast.cli import timeline as trace_tool
+from holdfast.cli.command_options import Json, RanksPerNode, Root, RunningJob, VersionName, takes
 from holdfast.cli.console import errors_shown, say, whole_output
-from holdfast.cli.options import Json, RanksPerNode, Root, RunningJob, VersionName, takes
 from holdfast.cli.planning import interval_advice
 from holdfast.cli.planning import pipeline_plan as pipeline_tool
 from holdfast.cli.planning import plan as plan_tool

@@ -19,8 +19,8 @@ from holdfast.base.config import MAX_SLOTS, Config
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.cli import console, rank_ranges
+from holdfast.cli.command_options import Json, LikeRun, RanksPerNode, Redundancy, RunningJob
 from holdfast.cli.groups_command import saved_shards
-from holdfast.cli.options import Json, LikeRun, RanksPerNode, Redundancy, RunningJob
 from holdfast.cli.planning import interval_advice, job_file, loss_report
 from holdfast.cli.planning.script_layout import layout_of_script
 from holdfast.cli.running_job import live_job
