@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -359,7 +360,7 @@ class Count:
         self._handle.remove()
 
 
-class Doubts:
+class Doubts(ABC):
     """Tells the person who started the job, once, what makes the versions of a run unsure.
 
     Args:
@@ -416,12 +417,12 @@ class Doubts:
         if self.refused:
             raise MismatchError(self.refused, where=self._loop_name())
 
+    @abstractmethod
     def _why_not(self, state: Mapping[str, Any]) -> str:
         """Returns why a version does not fit; empty if it does."""
-        raise NotImplementedError
 
-    def _loop_name(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _loop_name(self) -> str: ...
 
     def _why_not_begun(self, state: Mapping[str, Any]) -> str:
         """Returns why a version does not fit where the loops begin; empty if it does."""
