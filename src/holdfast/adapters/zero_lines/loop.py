@@ -371,6 +371,7 @@ class Doubts:
     """
 
     holdfast_saves_gradients = True
+    holdfast_keeps_modes = True
 
     def __init__(self, group: collectives.Ranks) -> None:
         self._rank = group.rank

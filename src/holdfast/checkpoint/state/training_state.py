@@ -48,6 +48,7 @@ from holdfast.checkpoint.state import dataloader
 from holdfast.checkpoint.state.change_detection import Tensors
 from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.state.model_part import ModelPart
+from holdfast.checkpoint.state.modes import KEEPS_THEM, ModesPart
 from holdfast.checkpoint.state.optimizer import OptimizerPart
 from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, StatefulPart, is_stateful
 from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck
@@ -61,7 +62,8 @@ _RNG = "rng"
 _INFO = "info"
 _CARRIED = "carried"
 _GRADIENTS = "gradients"
-_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, EXCLUDED, MEMORY_ORDER)
+_MODES = "module_modes"
+_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, _MODES, EXCLUDED, MEMORY_ORDER)
 
 
 class State:
@@ -83,7 +85,6 @@ class State:
         info: what a caller writes beside a save.
         carried: values of the loop that live from step to step.
         gradients: those that live from step to step.
-        stepped: told of every step that an optimizer has made.
         excluded: what the version says of entries that were left out of it.
         overwritten: entries of which an attempt that was not finished may have left a part in the objects. Whoever makes
             another state of the same objects hands it on.
@@ -113,8 +114,8 @@ class State:
         self.carried = CarriedPart(_CARRIED)
         theirs = any(getattr(type(value), SAVES_THEM, False) for value in objects.values())
         self.gradients = GradientsPart(_GRADIENTS, lambda: self.optimizers, lambda: self.modules, off=theirs)
-        self.stepped = self.gradients.stepped
-        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients]
+        self._modes = ModesPart(_MODES, _modules_of(self._parts, objects), (began or {}).get(_MODES))
+        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients, self._modes]
         self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
@@ -146,8 +147,13 @@ class State:
 
     @property
     def began(self) -> dict[str, Keys]:
-        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back."""
-        return {part.name: part.began for part in self._parts if isinstance(part, DictPart)}
+        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back. And the modes of modules."""
+        return {part.name: part.began for part in self._parts if isinstance(part, DictPart | ModesPart)}
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has made a step."""
+        self.gradients.stepped(optimizer)
+        self._modes.stepped()
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -438,6 +444,13 @@ def _with_inner(parts: Sequence[Part]) -> Iterator[Part]:
             if id(inner.optimizer) not in known:
                 known.add(id(inner.optimizer))
                 yield inner
+
+
+def _modules_of(parts: Sequence[Part], objects: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Returns the modules whose modes nobody else keeps, by name."""
+    if any(getattr(type(value), KEEPS_THEM, False) for value in objects.values()):
+        return {}
+    return {part.name: part.module for part in parts if isinstance(part, ModelPart)}
 
 
 def _order(part: Part) -> int:
