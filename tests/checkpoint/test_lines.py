@@ -7,6 +7,7 @@ import random
 import re
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,16 @@ def test_values_of_the_loop_come_back_as_the_step_left_them(make: Make) -> None:
     assert handle.wait("captured", 60) >= holdfast.Level.CAPTURED
     assert checkpointer.restore() == 4, "back in the middle of training"
     assert checkpointer.carry("new", "value") == "other"
+
+
+def test_a_counter_among_the_values_comes_back_with_its_counts(make: Make) -> None:
+    for start in range(2):
+        checkpointer = make(**job())
+        assert checkpointer.restore() == start
+        words = checkpointer.carry("words", Counter("aab"))
+        assert words == Counter(a=2, b=1)
+        checkpointer.step(start, words=words)
+        checkpointer.close()
 
 
 def test_values_are_asked_for_and_kept_or_it_is_refused(make: Make) -> None:

@@ -6,6 +6,7 @@ import string
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
+from holdfast.base.terminal import some_of
 from holdfast.cli import console
 from holdfast.core.model import Topology
 from holdfast.core.rank_runs import runs_of
@@ -45,8 +46,7 @@ def count_text(count: int, what: str) -> str:
 
 def names_text(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return some_of(names, MAX_NAMES)
 
 
 def stand_ins(twins: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from holdfast.adapters.mindspore.rank_proofs import SUFFIX, Found, Parts, names_in, read_good, read_proof
 from holdfast.base.errors import CorruptError, HoldfastError, UsageError, VersionNotFound
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.core.layout.k_copies import share_table
@@ -189,10 +190,9 @@ def nothing_whole(key: Sequence[int], told: Sequence[tuple[Sequence[str], Sequen
     without = [rank for rank, (lacking, faults) in enumerate(told) if lacking or faults]
     gone = list(dict.fromkeys(text for lacking, _ in told for text in lacking))
     faults = list(dict.fromkeys(text for _, problems in told for text in problems))
-    more = f" and {len(gone) - 4} more" if len(gone) > 4 else ""
     what = (
         f"no step can be loaded on all ranks: of step {key[1]} of epoch {key[0]} ranks {without} find no good copy of "
-        f"{', '.join(gone[:4]) or 'some slices'}{more}"
+        f"{some_of(gone, 4) or 'some slices'}"
     )
     if faults:
         return CorruptError(f"{what}; {'; '.join(faults[:4])}")

@@ -26,8 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.capture.copy_plan import SlotView, Structure, rows_of
-from holdfast.checkpoint.capture.mutation_check import MutationHistory, digest, digest_at, named
+from holdfast.checkpoint.capture.mutation_check import MutationHistory, digest, digest_at
 from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, has_spots
 from holdfast.checkpoint.entries.tensor_words import Writes
 from holdfast.checkpoint.entries.types import LiveTensor
@@ -122,7 +123,7 @@ class WriteCounts:
                 rows = zip(self._names, self._then, map(_WRITES, self._tensors), strict=True)
                 names = sorted({name for name, then, now in rows if then != now})
                 self._trust.judge((), names)
-                self._found = f"written while it was copied: {named(names)}" if names else ""
+                self._found = f"written while it was copied: {some_of(names)}" if names else ""
                 self._tensors = ()
             return self._found
 

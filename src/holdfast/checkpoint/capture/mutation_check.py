@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import xxhash
 
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.capture.copy_plan import cut
 from holdfast.checkpoint.entries.types import LiveTensor
 
@@ -84,7 +85,7 @@ class MutationHistory:
             logger.warning(
                 "copied in the call from now on, because something other than an optimizer's step changes it: %s. Whoever "
                 "swaps weights for a while calls settle() of the Checkpointer before, and keeps fast saves",
-                named(fresh),
+                some_of(fresh),
             )
 
     def _candidates(self, tensors: Mapping[str, LiveTensor]) -> Iterable[str]:
@@ -93,11 +94,6 @@ class MutationHistory:
         return (
             name for name, live in tensors.items() if live.late and name not in self._refused and _has_bits(live.local)
         )
-
-
-def named(names: Sequence[str]) -> str:
-    """Lists names for a message: the first twenty, and how many more there are."""
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 def same_bits(live: torch.Tensor, copy: torch.Tensor) -> bool:

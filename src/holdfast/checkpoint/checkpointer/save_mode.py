@@ -60,15 +60,12 @@ def reserved(
         kept = saver = before or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
         try:
             collectives.together(group, lambda: _reserve(kept, wait=config.require_memory))
-        except MemoryRefused as error:
-            saver.close()
-            if config.require_memory:
-                raise
-            reason = str(error)
         except BaseException as error:
             if saver is not before or not isinstance(error, KeeperLost):  # else the slots go to the next keeper
                 saver.close()
-            raise
+            if config.require_memory or not isinstance(error, MemoryRefused):
+                raise
+            reason = str(error)
         else:
             return saver
     direct = DirectSaver(state, link, job, storage, reason=reason, config=config, events=events)

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from holdfast.checkpoint.device.accelerator import name_of
+from holdfast.checkpoint.entries.pytree import with_parts
 from holdfast.checkpoint.entries.sharding import local_of
 
 # More is not carried under one name.
@@ -77,9 +78,7 @@ def _within(value: Any, change: Callable[[Any], Any]) -> Any:
     """Returns a value with its parts changed; one without tensors as it is."""
     if next(tensors(value), None) is None:
         return value
-    if isinstance(value, dict):
-        return {key: change(part) for key, part in value.items()}
-    return type(value)(map(change, value))
+    return with_parts(value, lambda _, part: change(part))
 
 
 def token(value: Any) -> object:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.entries.pytree import flatten, references, unflatten
 from holdfast.checkpoint.entries.sharding import Layouts, Piece, local_of, memory_of
 from holdfast.checkpoint.entries.types import Group, LiveTensor, LoadRecord, SavedTensor, torch_dtype
@@ -25,8 +26,6 @@ from holdfast.tiers.format.values import TensorRef
 
 Templates: TypeAlias = Mapping[str, torch.Tensor]
 
-# How many names an error lists; the rest is a count.
-MAX_NAMES = 20
 # The value of a version that names what was left out of it.
 EXCLUDED = "excluded"
 # The value that tells, of tensors that a restore makes anew, in which order their dimensions lie in memory.
@@ -489,7 +488,7 @@ def left_out_text(record: LoadRecord) -> str:
         ("unexpected in the checkpoint", record.not_used),
         ("different", record.misfit),
     )
-    return "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in kinds if names)
+    return "; ".join(f"{len(names)} {what}: {some_of(names)}" for what, names in kinds if names)
 
 
 def mismatch(record: LoadRecord) -> MismatchError | None:
@@ -502,12 +501,6 @@ def mismatch(record: LoadRecord) -> MismatchError | None:
         remedy="build the objects as they were when it was saved, or restore with strict=False"
         + (f"; it was saved with exclude={list(record.patterns)}" if record.patterns else ""),
     )
-
-
-def listed(names: tuple[str, ...]) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 class Part(Protocol):

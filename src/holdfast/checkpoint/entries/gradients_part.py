@@ -8,7 +8,7 @@ The two are told apart by a look behind each optimizer step: which tensor the gr
 counted a write to it. A gradient of which both are still so when a step is reported was used up. Any other lives.
 
 One that was used up and is the same tensor from step to step is cleared in place. Of it a version has the name: it comes back as
-zero. A parameter with a gradient of zero is stepped by decay and momentum, and one with none is not.
+zero. So does one that was cleared in place already, and is zero when the step is reported. A parameter with a gradient of zero is stepped by decay and momentum, and one with none is not.
 
 Of many parameters a sample is looked at, as long as every optimizer made a step since the last report, nothing of the sample lives, and
 the last looks at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much
@@ -139,11 +139,14 @@ class GradientsPart(TransientPart):
         zero: list[str] = []
         absent: list[str] = []
         for number, (key, parameter) in enumerate(self._parameters().items()):
-            if (grad := parameter.grad) is not None and self._lives(key, parameter):
+            grad, name = parameter.grad, self._names.get(key)
+            lives = grad is not None and self._lives(key, parameter)
+            is_cleared = lives and name is not None and living_gradients.is_zero(parameter)
+            if grad is not None and lives and not is_cleared:
                 self._living[str(number)] = parameter, _seen(grad)
-            elif (name := self._names.get(key)) is not None:
-                is_there = grad is not None and key in self._stays and living_gradients.may_be_zero(parameter, grad)
-                (zero if is_there else absent).append(name)
+            elif name is not None:
+                stays = grad is not None and key in self._stays and living_gradients.may_be_zero(parameter, grad)
+                (zero if is_cleared or stays else absent).append(name)
         if zero and not any(map(fsdp1.units_of, self._modules())):
             self._zero = (True, absent) if len(absent) < len(zero) else (False, zero)
         self._plain = self._plain + 1 if all_stepped and not self._living and not self._zero else 0
@@ -156,16 +159,10 @@ class GradientsPart(TransientPart):
         """Return whether the next step reads the gradient of a parameter."""
         return (grad := parameter.grad) is not None and (self._uncleared or not _is(grad, self._used.get(key)))
 
-    @property
-    def num_bytes(self) -> int:
-        """Return how much lives of the step that was reported last."""
-        grads = (parameter.grad for parameter, _ in self._living.values())
-        return sum(local_of(grad).nbytes for grad in grads if grad is not None)
-
-    @property
-    def on_device(self) -> bool:
-        """Return whether some of it is not in host memory."""
-        return any(not local_of(parameter).is_cpu for parameter, _ in self._living.values())
+    def fits(self, most: int) -> bool:
+        """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""
+        grads = [local_of(parameter.grad) for parameter, _ in self._living.values() if parameter.grad is not None]
+        return all(grad.is_cpu for grad in grads) and sum(grad.nbytes for grad in grads) <= most and not self.why_lost
 
     @property
     def why_lost(self) -> str:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Why no version is right where they cannot be carried.
 UNSURE = "gradients live from one step to the next"
+# So many bytes are looked at first: of what is not zero they mostly say so.
+_HEAD = 4096
 
 
 def there_are(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> bool:
@@ -46,11 +48,7 @@ def packed(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> 
 def as_saved(parameters: Mapping[str, torch.Tensor], *, copied: bool = False) -> dict[str, Any]:
     """Returns gradients that can be carried, or copies of them; of one in host memory that is zero, only that it is there."""
     grads = {name: local_of(p.grad) for name, p in parameters.items() if p.grad is not None}
-    zero = {
-        name
-        for name, grad in grads.items()
-        if grad.is_cpu and may_be_zero(parameters[name], grad) and not grad.count_nonzero()
-    }
+    zero = {name for name in grads if is_zero(parameters[name])}
     return {name: {} if name in zero else carried_tensors.packed(grad, copied=copied) for name, grad in grads.items()}
 
 
@@ -150,6 +148,19 @@ def may_be_zero(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
     """Tell whether a gradient would be that of `put_zero`, but for its numbers."""
     local = local_of(grad)
     return type(local) is torch.Tensor and local.layout is torch.strided and local.dtype == parameter.dtype
+
+
+def is_zero(parameter: torch.Tensor) -> bool:
+    """Tell whether the gradient of a parameter, which has one, is that of `put_zero`. One on a device is not looked at: that would wait.
+
+    The bytes are read, at up to 30 GB/s on one core: a third of the time of a copy.
+    """
+    assert parameter.grad is not None
+    grad = local_of(parameter.grad).detach()
+    if not grad.is_cpu or grad.is_conj() or not may_be_zero(parameter, grad) or not _is_gapless(grad):
+        return False
+    flat = grad.as_strided((grad.numel(),), (1,)).view(torch.uint8)
+    return not flat[:_HEAD].any() and not flat.any()
 
 
 def put_zero(parameter: torch.Tensor) -> None:

@@ -89,6 +89,16 @@ def unflatten(tree: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
     return tree
 
 
+def with_parts(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a container with `change(key or index, part)` for each of its parts; what is none as it is."""
+    if isinstance(value, dict) and not isinstance(value, Counter):  # made of pairs it would count them
+        return type(value)((key, change(key, part)) for key, part in value.items())
+    if not isinstance(value, list | tuple | deque):
+        return value
+    parts = [change(index, part) for index, part in enumerate(value)]
+    return deque(parts, value.maxlen) if isinstance(value, deque) else type(value)(parts)
+
+
 def references(tree: Any) -> Iterator[str]:
     """Names of all entries that a tree refers to."""
     if type(tree) is TensorRef:

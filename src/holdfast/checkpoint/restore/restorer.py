@@ -25,9 +25,10 @@ from typing import Any
 from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, UsageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.base.progress_report import Meter, progress_text
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.device import chunk_staging
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
-from holdfast.checkpoint.entries.entries import Loading, left_out_text, listed
+from holdfast.checkpoint.entries.entries import Loading, left_out_text
 from holdfast.checkpoint.entries.types import Group, LoadRecord, SavedTensor
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import FIRST_START, Job, RestoreRequest
@@ -118,7 +119,7 @@ class RestoreReport:
             return f"started afresh: {self.reason}"
         sources = ", ".join(f"{self.bytes[name]} bytes from {name}" for name in self.bytes)
         bad = f"; refused: {' | '.join(self.refused)}" if self.refused else ""
-        bad += f"; not saved, and as they were made: {listed(self.left_out)}" if self.left_out else ""
+        bad += f"; not saved, and as they were made: {some_of(self.left_out)}" if self.left_out else ""
         bad += f"; of single ranks: {' | '.join(self.by_rank)}" if self.by_rank else ""
         return f"resumed from {self.version} in {self.seconds.get('total', 0):.2f} s ({self.why or sources}; {self.reason}){bad}"
 

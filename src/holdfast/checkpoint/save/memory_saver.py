@@ -27,10 +27,11 @@ from torch.optim import Optimizer
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.capture import copy_plan, paced_copy
 from holdfast.checkpoint.capture.copy_plan import Batch, Copies, Plan, SlotView, Split, Structure
 from holdfast.checkpoint.capture.late_copy_check import CopyCheck, LateCopyChecker, WriteCounts
-from holdfast.checkpoint.capture.mutation_check import MutationHistory, can_digest, differing, digest, named
+from holdfast.checkpoint.capture.mutation_check import MutationHistory, can_digest, differing, digest
 from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, STEPPED, Fence, LateCopyJob, Opened, Pace
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
@@ -461,7 +462,7 @@ class Saver:
         self._last_late = None
         changed = differing(last.smallest)
         if changed:
-            self._trust.stop(f"{named(sorted(changed))} changed, and no step of an optimizer was seen")
+            self._trust.stop(f"{some_of(sorted(changed))} changed, and no step of an optimizer was seen")
             self.give_up(last.handle, "steps were made that passed no fence while it was copied")
 
     def _open_now(self, taken: _Taken) -> SlotView:

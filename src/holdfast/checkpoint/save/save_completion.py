@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.base.errors import KeeperLost
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.capture.copy_plan import SlotView
 from holdfast.checkpoint.capture.late_copy_check import CopyCheck
-from holdfast.checkpoint.capture.mutation_check import MutationHistory, differing, digest, named
+from holdfast.checkpoint.capture.mutation_check import MutationHistory, differing, digest
 from holdfast.checkpoint.capture.unchanged_images import Look
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.keeper.rpc.client import KeeperClient
@@ -115,4 +116,4 @@ class SaveCompletion:
             logger.exception("the late copy of %s was not checked", self.handle.version)
             return f"the late copy was not checked: {type(error).__name__}: {error}"
         self.trust.judge((), wrong)
-        return f"written while it was copied: {named(sorted(wrong))}" if wrong else ""
+        return f"written while it was copied: {some_of(sorted(wrong))}" if wrong else ""

@@ -7,7 +7,6 @@ version of that step; a restart asks for each by its name, behind `restore()`. A
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
-from holdfast.checkpoint.entries.pytree import flatten, references
+from holdfast.checkpoint.entries.pytree import flatten, references, with_parts
 from holdfast.tiers.format import values as value_codec
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -150,23 +149,15 @@ def _put(saved: Any, path: str, devices: Mapping[str, str]) -> Any:
     if isinstance(saved, torch.Tensor):
         there = devices.get(path, "cpu")
         return saved.to(there) if accelerator.offered(there.partition(":")[0]) is not None else saved
-    if isinstance(saved, dict):
-        return type(saved)((key, _put(part, f"{path}.{key}", devices)) for key, part in saved.items())
-    if isinstance(saved, list | tuple | deque):
-        parts = [_put(part, f"{path}.{index}", devices) for index, part in enumerate(saved)]
-        return deque(parts, saved.maxlen) if isinstance(saved, deque) else type(saved)(parts)
-    return saved
+    return with_parts(saved, lambda key, part: _put(part, f"{path}.{key}", devices))
 
 
 def _like(saved: Any, value: Any) -> Any:
-    """Returns what was saved, with its tensors on the devices, and its tuples of the class, of what stands there now."""
+    """Returns what was saved, with its tensors on the devices of what stands there now."""
     if isinstance(saved, torch.Tensor):
         return saved.to(value.device) if isinstance(value, torch.Tensor) else saved
-    if isinstance(saved, dict):
-        now = value if isinstance(value, dict) else {}
-        return type(saved)((key, _like(part, now.get(key))) for key, part in saved.items())
     if isinstance(saved, list | tuple):
-        beside = value if isinstance(value, list | tuple) and len(value) == len(saved) else [None] * len(saved)
-        parts = [_like(part, now) for part, now in zip(saved, beside, strict=True)]
-        return parts if isinstance(saved, list) else tuple(parts)
-    return saved
+        now = dict(enumerate(value)) if isinstance(value, list | tuple) and len(value) == len(saved) else {}
+    else:
+        now = value if isinstance(value, dict) else {}
+    return with_parts(saved, lambda key, part: _like(part, now.get(key)))

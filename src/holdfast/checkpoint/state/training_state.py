@@ -29,6 +29,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.entries.entries import (
     EXCLUDED,
     MEMORY_ORDER,
@@ -36,7 +37,6 @@ from holdfast.checkpoint.entries.entries import (
     Loading,
     Part,
     StillNames,
-    listed,
     mismatch,
     twice,
 )
@@ -374,7 +374,7 @@ class State:
             left &= self._persistent.tensors.keys()  # what was copied on the way, or is not there any more, is fine
         if left:
             raise MismatchError(
-                f"this version lacks {listed(tuple(sorted(left)))}, and the objects hold a part of what another version had there",
+                f"this version lacks {some_of(sorted(left))}, and the objects hold a part of what another version had there",
                 remedy="build the objects anew: start this process again",
             )
         self.overwritten.clear()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.entries.sharding import local_of, memory_of
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class UnsavedStateCheck:
             logger.warning(
                 "changes from save to save and is in no version, for no state_dict() hands it out: %s. If the next step "
                 "depends on it a restart does not go on bit for bit; let the object hand it out and take it back",
-                ", ".join(fresh[:20]) + (f" and {len(fresh) - 20} more" if len(fresh) > 20 else ""),
+                some_of(fresh),
             )
 
 

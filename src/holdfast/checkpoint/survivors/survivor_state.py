@@ -118,8 +118,7 @@ class Survivor:
         noter = self._noter
         if noter is None or self._is_void or not noter.affordable():
             return False
-        gradients = self._state.gradients
-        if gradients.num_bytes > step_snapshot.GRADIENT_BYTES or gradients.on_device or gradients.why_lost:
+        if not self._state.gradients.fits(step_snapshot.GRADIENT_BYTES):
             return False  # no note can have them; the one before may be of the same parameters
         gathered = self._state.glance()
         if not self._pinned_writes.end(gathered, CATCH_UP_S):

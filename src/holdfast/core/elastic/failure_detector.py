@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.base.terminal import some_of
 from holdfast.core.elastic.watch_mode import BUSY_FACTOR, CAREFUL, DEVICE_FACTOR, Mode
 from holdfast.core.elastic.worker_activity import WINDOW_S, Activity
 from holdfast.core.elastic.worker_facts import DEBUGGER, HELD, STEPPING, Beat, Phase, WorkerSample
@@ -566,9 +567,8 @@ def _place(beat: Beat) -> str:
 
 
 def _names(ranks: Iterable[int]) -> str:
-    listed = [str(rank) for rank in sorted(ranks)]
-    head = ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
-    return f"rank {head}" if len(listed) == 1 else f"ranks {head}"
+    listed = sorted(ranks)
+    return f"rank{'s' * (len(listed) != 1)} {some_of(listed, 8)}"
 
 
 def _waiting(ranks: Iterable[int]) -> str:

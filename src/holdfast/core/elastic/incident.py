@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.base.terminal import some_of
+
 WIDTH = 100
 # The parts of a recovery, in their order; the names under which agents report them first.
 PARTS: tuple[tuple[str, str], ...] = (
@@ -122,8 +124,7 @@ def _sources(came_back: Mapping[str, str]) -> str:
 def _named(ranks: tuple[int, ...] | list[str]) -> str:
     if not ranks:
         return "nobody known"
-    shown = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return f"rank{'s' * (len(ranks) != 1)} {some_of(ranks, 8)}"
 
 
 def _text(value: object) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from holdfast.base.terminal import some_of
 from holdfast.core.model import Decision, Version
 from holdfast.core.versions.lineage import Lineage
 
@@ -55,7 +56,7 @@ def agree(offers: Sequence[Offer], *, newest: Version | None, lineage: Lineage) 
             refused.append(f"{version}: rank {without[0]} left no note of it")
             continue
         givers = [rank for rank, offer in enumerate(offers) if offer.live == version]
-        return Decision(version, f"live in the memory of rank{'s' * (len(givers) > 1)} {_listed(givers)}")
+        return Decision(version, f"live in the memory of rank{'s' * (len(givers) > 1)} {some_of(givers, 4)}")
     return Decision(None, "; ".join(refused) or "nobody holds live state")
 
 
@@ -65,8 +66,3 @@ def giver(ranks: Sequence[int], live: Collection[int], receiver: int) -> int | N
     """
     twins = [rank for rank in ranks if rank in live]
     return twins[receiver % len(twins)] if twins else None
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"{shown} and {len(ranks) - 4} more" if len(ranks) > 4 else shown

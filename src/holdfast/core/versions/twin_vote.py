@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.base.terminal import some_of
 from holdfast.core.model import Version
 
 # Entries of one bundle that are compared, and those of them that are named.
@@ -38,7 +39,7 @@ def verdict(exams: Mapping[int, Examined]) -> str:
     for name in sorted({name for entries in digests.values() for name in entries}):
         if said := _judge({rank: entries.get(name, "") for rank, entries in digests.items()}):
             found.setdefault(said, []).append(name)
-    return "; ".join(f"{said} in {_named(names)}" for said, names in sorted(found.items()))
+    return "; ".join(f"{said} in {some_of(names, MAX_NAMED)}" for said, names in sorted(found.items()))
 
 
 def words(names: Sequence[str], spots: bytes) -> dict[str, bytes]:
@@ -57,7 +58,7 @@ def differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str:
     if one == other:
         return ""
     names = sorted(name.partition("/")[2] for name in one.keys() & other.keys() if one[name] != other[name])
-    return f"hold different values of {_named(names)}, which they should share" if names else ""
+    return f"hold different values of {some_of(names, MAX_NAMED)}, which they should share" if names else ""
 
 
 def _judge(digest_of: Mapping[int, str]) -> str:
@@ -78,8 +79,3 @@ def _judge(digest_of: Mapping[int, str]) -> str:
 def _listed(ranks: Mapping[int, str] | list[int]) -> str:
     *most, last = map(str, sorted(ranks))
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

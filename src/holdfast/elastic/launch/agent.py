@@ -335,7 +335,7 @@ class Agent(RendezvousAgent):
         """Note what a worker tells of its job's state: whose it is, where it came back from, what is safe by now."""
         if message["op"] == "works on":
             if self._watch is not None and message["root"] not in self._jobs:
-                self._watch.works_on(message["root"])
+                self._watch.journal.works_on(message["root"])
             self._jobs[message["root"]] = message["job"]
         if message["op"] == "reads":
             self._input_spent = True
@@ -347,7 +347,7 @@ class Agent(RendezvousAgent):
                 self._round.version = ""
             self._cases.restored(self._worker_group.workers[worker_slot.local_rank].global_rank, message)
             if self._watch is not None and worker_slot.local_rank == 0:
-                self._watch.restored(int(message["step"]) + 1)
+                self._watch.journal.restored(int(message["step"]) + 1)
 
     def _look(self) -> RoundOver | None:
         """Workers that ended although they should not have."""
@@ -713,7 +713,7 @@ class Agent(RendezvousAgent):
 
     def _tell(self, incident: dict[str, Any] | None) -> None:
         if incident is not None and self._watch is not None:
-            self._watch.incident(incident)
+            self._watch.journal.incident(incident)
 
     def _all_finished(self) -> bool:
         assert self._round is not None

@@ -34,6 +34,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from holdfast.base.errors import UsageError
+from holdfast.base.terminal import some_of
 from holdfast.testing.prove.run_notes import BEFORE, BEHIND
 from holdfast.testing.prove.script_run import PLACE, Ended, Kill, ScriptRuns, Target, files_below, tail
 from holdfast.testing.prove.step_comparison import Difference, Judged, Step, compare_undisturbed, judge
@@ -169,9 +170,8 @@ class Proof:
         after = files_below(Path.cwd(), self._runs.home)
         names = sorted(name for name, facts in after.items() if before.get(name) != facts)
         if names:
-            more = f" and {len(names) - MAX_FILES_NAMED} more" if len(names) > MAX_FILES_NAMED else ""
             self._say(
-                f"note: the script writes into this directory: {', '.join(names[:MAX_FILES_NAMED])}{more}; --fresh-copy gives "
+                f"note: the script writes into this directory: {some_of(names, MAX_FILES_NAMED)}; --fresh-copy gives "
                 "each run a copy of its own"
             )
 

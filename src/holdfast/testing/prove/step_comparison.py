@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from holdfast.base.terminal import some_of
+
 DIGEST_BYTES = 8
 # So many names of parts are told.
 MAX_NAMES = 3
@@ -178,20 +180,14 @@ def _what(one: Step, two: Step) -> str:
     if len(one.digests) != len(two.digests):
         missing = [name for name in one.names if name not in two.names]
         more = [name for name in two.names if name not in one.names]
-        return f"without {_named(missing)}" if missing else f"with {_named(more)} besides"
+        return f"without {some_of(missing, MAX_NAMES)}" if missing else f"with {some_of(more, MAX_NAMES)} besides"
     size = DIGEST_BYTES
-    return _named(
-        [
-            name
-            for at, name in enumerate(one.names)
-            if one.digests[at * size : (at + 1) * size] != two.digests[at * size : (at + 1) * size]
-        ]
+    differ = (
+        name
+        for at, name in enumerate(one.names)
+        if one.digests[at * size : (at + 1) * size] != two.digests[at * size : (at + 1) * size]
     )
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    return some_of(differ, MAX_NAMES)
 
 
 def _first(found: Sequence[Difference]) -> Difference | None:
