@@ -41,6 +41,7 @@ from holdfast.checkpoint.entries.entries import (
     twice,
 )
 from holdfast.checkpoint.entries.gradients_part import SAVES_THEM, GradientsPart
+from holdfast.checkpoint.entries.module_modes import KEEPS_THEM, ModesPart
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
 from holdfast.checkpoint.entries.sharding import Layouts, as_patterns
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, LoadRecord, SavedTensor
@@ -48,7 +49,6 @@ from holdfast.checkpoint.state import dataloader
 from holdfast.checkpoint.state.change_detection import Tensors
 from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.state.model_part import ModelPart
-from holdfast.checkpoint.state.modes import KEEPS_THEM, ModesPart
 from holdfast.checkpoint.state.optimizer import OptimizerPart
 from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, StatefulPart, is_stateful
 from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck
@@ -85,6 +85,7 @@ class State:
         info: what a caller writes beside a save.
         carried: values of the loop that live from step to step.
         gradients: those that live from step to step.
+        stepped: told of every step that an optimizer has made.
         excluded: what the version says of entries that were left out of it.
         overwritten: entries of which an attempt that was not finished may have left a part in the objects. Whoever makes
             another state of the same objects hands it on.
@@ -114,6 +115,7 @@ class State:
         self.carried = CarriedPart(_CARRIED)
         theirs = any(getattr(type(value), SAVES_THEM, False) for value in objects.values())
         self.gradients = GradientsPart(_GRADIENTS, lambda: self.optimizers, lambda: self.modules, off=theirs)
+        self.stepped = self._note_step
         self._modes = ModesPart(_MODES, _modules_of(self._parts, objects), (began or {}).get(_MODES))
         self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients, self._modes]
         self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
@@ -150,8 +152,7 @@ class State:
         """The keys that dicts had when the script began, by name: others came later, and may go when it goes back. And the modes of modules."""
         return {part.name: part.began for part in self._parts if isinstance(part, DictPart | ModesPart)}
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has made a step."""
+    def _note_step(self, optimizer: Optimizer) -> None:
         self.gradients.stepped(optimizer)
         self._modes.stepped()
 

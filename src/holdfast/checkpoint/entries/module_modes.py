@@ -1,4 +1,4 @@
-"""Which parameters are trained, which modules are in training mode, and what dropout drops, where a loop changes that on the way.
+"""Keeps which parameters are trained, which modules train, and how much dropout drops, where a loop changes that on the way.
 
 A loop that thaws a layer at a step, or puts one into evaluation mode for good, does so once. A restart behind that step has nothing
 to do there, and the layer would stay as the script makes it. So a version says what is not as it was when the run began, and a
