@@ -10,11 +10,11 @@ How it is used, by `checkpoint.checkpointer.checkpointer` and its neighbours:
     record = state.apply(values, targets)  # only when every target holds verified bytes
 
 Tensors are never copied here: `local` shares memory with training. A part whose objects are unchanged is not looked at
-again; see `watch.py` for what counts as a change. `gather` calls no collective and waits for no device. `targets`
+again; see `change_detection.py` for what counts as a change. `gather` calls no collective and waits for no device. `targets`
 changes nothing when it raises; when it returns, optimizer state that was missing may exist with undefined content, so a
 restore must go on to `apply` or start again. Own methods of optimizers and modules, and hooks on loading, are called in `apply`.
 
-The parts: `modules.py`, `optimizers.py`, `objects.py`, `randomness.py`; where a tensor belongs: `layout_of.py`.
+The parts: `model_part.py`, `optimizer.py`, `stateful.py`, `entries/rng.py`; where a tensor belongs: `entries/sharding.py`.
 """
 
 from __future__ import annotations
@@ -171,14 +171,8 @@ class State:
         Raises:
             UsageError: a tensor that cannot be saved, an optimizer of a tensor that no object holds; names it.
         """
-        for each in self._stepping:
-            each.ask()
-        if not self._unchanged():
-            self._build()
-        transient = Collector(self._layouts, still=self._still)
-        for part in self._parts:
-            part.report(transient)
-        self._add_orders(transient)
+        self._look()
+        transient = self._reported()
         tensors = LiveTensors(self._persistent.tensors, transient.tensors)
         if both := [name for name in transient.tensors if name in self._persistent.tensors]:
             raise twice(both[0])
@@ -197,10 +191,7 @@ class State:
         if self._is_grown():
             self._glanced = self._sizes()
             return self.gather()
-        transient = Collector(self._layouts, still=self._still)
-        for part in self._parts:
-            part.report(transient)
-        self._add_orders(transient)
+        transient = self._reported()
         tensors = LiveTensors(self._persistent.tensors, transient.tensors)
         self._describe(tensors, transient)
         return Gathered(tensors, transient.values, self._structure, self._storages)
@@ -248,12 +239,11 @@ class State:
     def predict(self) -> dict[str, Shard] | None:
         """Shards of the state as it will be after the first optimizer step, or None if that is not known."""
         shards = {name: live.shard for name, live in self.gather().tensors.items()}
-        for part in self._parts:
-            if isinstance(part, OptimizerPart):
-                predicted = part.predict(self._layouts)
-                if predicted is None:
-                    return None
-                shards.update((live.shard.name, live.shard) for live in predicted)
+        for part in self._stepping:
+            predicted = part.predict(self._layouts)
+            if predicted is None:
+                return None
+            shards.update((live.shard.name, live.shard) for live in predicted)
         return shards
 
     @torch.no_grad()
@@ -264,9 +254,8 @@ class State:
         self.gather()
         persistent = self._persistent.tensors
         found = {name: live.shard for name, live in persistent.items() if live.late or not self.optimizers}
-        for part in self._parts:
-            if isinstance(part, OptimizerPart):
-                found.update((live.shard.name, live.shard) for live in part.predict(self._layouts) or ())
+        for part in self._stepping:
+            found.update((live.shard.name, live.shard) for live in part.predict(self._layouts) or ())
         return tuple(found.values())
 
     @torch.no_grad()
@@ -321,10 +310,7 @@ class State:
     @torch.no_grad()
     def plan(self, loading: Loading) -> None:
         """Every part claims what it wants; as `fitting`, for who judges by himself what is missing."""
-        for each in self._stepping:
-            each.ask()
-        if not self._unchanged():
-            self._build()
+        self._look()
         for part in self._parts:
             part.plan(loading)
 
@@ -391,9 +377,21 @@ class State:
             if isinstance(part, OptimizerPart | ModelPart):
                 yield from part.in_no_version()
 
-    def _add_orders(self, transient: Collector) -> None:
+    def _reported(self) -> Collector:
+        """What the parts make anew at every save."""
+        transient = Collector(self._layouts, still=self._still)
+        for part in self._parts:
+            part.report(transient)
         if self._persistent.orders or transient.orders:
             transient.value(MEMORY_ORDER, {**self._persistent.orders, **transient.orders})
+        return transient
+
+    def _look(self) -> None:
+        """Looks at what lasts, if it is not what it was at the last look."""
+        for each in self._stepping:
+            each.ask()
+        if not self._unchanged():
+            self._build()
 
     def _unchanged(self) -> bool:
         return self._watch is not None and all(part.unchanged() for part in self._parts) and self._watch.unchanged()
@@ -415,15 +413,10 @@ class State:
             [(live.shard, live.local.device) for live in transient.tensors.values()],
             sorted(transient.values),
         )
-        if described != self._described:
-            self._note_structure(tensors, transient)
-            self._described = described
-
-    def _note_structure(self, tensors: Mapping[str, LiveTensor], transient: Collector) -> None:
-        shape = (
-            {n: (live.shard, live.local.device, live.late) for n, live in tensors.items()},
-            sorted(transient.values),
-        )
+        if described == self._described:
+            return
+        self._described = described
+        shape = ({n: (live.shard, live.local.device, live.late) for n, live in tensors.items()}, described[2])
         if shape != self._shape:
             self._structure += 1
             self._shape = shape

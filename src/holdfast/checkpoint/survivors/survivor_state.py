@@ -37,7 +37,7 @@ from holdfast.core.versions.late_copy_rules import counts
 logger = logging.getLogger(__name__)
 
 # How long a device may take to come to the end of what is queued, so that its memory can be read. The process ends without
-# that: `runner.PROBE_S`.
+# that: `worker_main.PROBE_S`.
 CATCH_UP_S = 3.0
 # Of what optimizers own so many tensors are compared where a step was reported and nobody saw an optimizer's: the smallest, up to
 # so many bytes each.
