@@ -5,13 +5,14 @@ How it is used, by `checkpoint.checkpointer.checkpointer` and its neighbours:
     state = State({"model": model, "optimizer": optimizer, ...}, rank=0, world_size=4, replicated=["ema.*"])
     shards = state.predict()              # shards to reserve memory for, with the optimizer state to come, or None
     gathered = state.gather()             # at every save, outside a step; see Gathered for what may be reused
-    targets = state.targets(saved, values, strict=True)    # saved: name -> SavedTensor, values: as in Gathered
+    loading = state.fitting(saved, values, strict=True)    # saved: name -> SavedTensor, values: as in Gathered
+    targets = state.create(loading)       # once it fits on all ranks
     ...                                   # fill targets[name].local in place with the bytes of `shard.extent`
     record = state.apply(values, targets)  # only when every target holds verified bytes
 
 Tensors are never copied here: `local` shares memory with training. A part whose objects are unchanged is not looked at
-again; see `change_detection.py` for what counts as a change. `gather` calls no collective and waits for no device. `targets`
-changes nothing when it raises; when it returns, optimizer state that was missing may exist with undefined content, so a
+again; see `change_detection.py` for what counts as a change. `gather` calls no collective and waits for no device. `fitting`
+changes nothing. Behind `create` optimizer state that was missing may exist with undefined content, so a
 restore must go on to `apply` or start again. Own methods of optimizers and modules, and hooks on loading, are called in `apply`.
 
 The parts: `model_part.py`, `optimizer.py`, `stateful.py`, `entries/rng.py`; where a tensor belongs: `entries/sharding.py`.
@@ -259,29 +260,6 @@ class State:
         return tuple(found.values())
 
     @torch.no_grad()
-    def targets(
-        self,
-        saved: Mapping[str, SavedTensor],
-        values: Mapping[Group, Mapping[str, Any]],
-        *,
-        strict: bool = True,
-    ) -> dict[str, LiveTensor]:
-        """Return where the entries of a checkpoint go.
-
-        Args:
-            saved: the entries of all groups that this rank belongs to.
-            values: their values, decoded.
-            strict: refuse unless everything fits.
-
-        Returns:
-            Name -> the live tensor to fill in place; the boxes of the entry make up exactly its extent.
-
-        Raises:
-            MismatchError: with all names that are missing, unexpected or different; nothing was changed.
-        """
-        return self.create(self.fitting(saved, values, strict=strict))
-
-    @torch.no_grad()
     def fitting(
         self,
         saved: Mapping[str, SavedTensor],
@@ -289,12 +267,15 @@ class State:
         *,
         strict: bool = True,
     ) -> Loading:
-        """Looks whether a checkpoint fits, and changes nothing: the first half of `targets`, with the same arguments.
+        """Looks whether a checkpoint fits, and changes nothing.
 
-        For ranks that have to know of each other before one of them changes anything.
+        Args:
+            saved: the entries of all groups that this rank belongs to.
+            values: their values, decoded.
+            strict: refuse unless everything fits.
 
         Returns:
-            What `create` takes.
+            What `create` takes, on this rank as soon as it fits on all.
 
         Raises:
             MismatchError: with all names that are missing, unexpected or different.
@@ -316,9 +297,12 @@ class State:
 
     @torch.no_grad()
     def create(self, loading: Loading) -> dict[str, LiveTensor]:
-        """Makes state that was claimed and does not exist yet; the second half of `targets`.
+        """Makes state that was claimed and does not exist yet; returns where the entries of a checkpoint go.
 
         From now on the objects are not as the script made them, until `apply` has made them what was saved.
+
+        Returns:
+            Name -> the live tensor to fill in place; the boxes of the entry make up exactly its extent.
         """
         self.overwritten.update(loading.targets)
         for part in self._parts:
@@ -331,19 +315,19 @@ class State:
         """Takes over values: learning rates, schedulers, scaler, loader, objects, random numbers last.
 
         Args:
-            values: those that `targets` was given.
-            tensors: what `targets` returned, filled with verified bytes.
+            values: those that `fitting` was given.
+            tensors: what `create` returned, filled with verified bytes.
 
         Returns:
-            What was left out, empty if `targets` was strict.
+            What was left out, empty if `fitting` was strict.
 
         Raises:
-            UsageError: without `targets` before, or with other arguments. MismatchError: an attempt before this one left
+            UsageError: without `create` before, or with other arguments. MismatchError: an attempt before this one left
                 something that this version does not fill.
         """
         loading, self._loading = self._loading, None
         if loading is None or loading.targets.keys() != tensors.keys():
-            raise UsageError("the tensors are not those that were asked for last", remedy="call targets() before")
+            raise UsageError("the tensors are not those that were asked for last", remedy="call create() before")
         if loading.values.keys() != {str(path) for group in values.values() for path in group}:
             raise UsageError("the values are not those that were planned with", remedy="pass the same to both calls")
         loading.fill_repeated()

@@ -230,7 +230,7 @@ class SelfCheck:
     def _take(self, state: State, version: _Version) -> None:
         saved = {s.name: SavedTensor(s.dtype, s.global_shape, (s.extent,)) for s in version.shards}
         values = {group: value_codec.decode(data) for group, data in version.values}
-        targets = state.targets(saved, values)
+        targets = state.create(state.fitting(saved, values))
         data = dict(zip((s.name for s in version.shards), version.data, strict=True))
         with torch.no_grad():
             for name, live in targets.items():
