@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.checkpoint.device import accelerator
-from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot
@@ -210,5 +209,4 @@ class Survivor:
 
     def _events(self) -> tuple[torch.Event, ...]:
         """Behind all that is queued now, one for each device that has a part of the state."""
-        found = {tensor.device for tensor in self._still.owned.values() if tensor.device.type not in ("cpu", "meta")}
-        return tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found)
+        return tuple(accelerator.record(accelerator.devices_of(self._still.owned.values())).values())
