@@ -129,6 +129,40 @@ def test_a_failed_script_has_time_to_report_and_keeps_its_exit_code(tmp_path: Pa
     assert "ValueError: planted" in done.stderr
 
 
+SAYS_NOTHING = """
+class Unfinished(RuntimeError):
+    def __str__(self): return self.text
+raise Unfinished("planted")
+"""
+HOOK_FAILS = """
+import sys
+def hook(*_): raise OSError("of the hook")
+sys.excepthook = hook
+raise ValueError("planted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (SAYS_NOTHING, ["Unfinished: <exception str() failed>"]),
+        (
+            HOOK_FAILS,
+            ["Error in sys.excepthook:", "OSError: of the hook", "Original exception was:", "ValueError: planted"],
+        ),
+    ],
+    ids=["says nothing", "hook fails"],
+)
+def test_an_error_that_cannot_be_told_is_printed_as_in_plain_python(
+    tmp_path: Path, script: str, lines: list[str]
+) -> None:
+    done = launch(tmp_path, script, "--max-restarts=0")
+    assert done.returncode == 1
+    said = done.stderr.splitlines()
+    assert [line for line in said if line in lines] == lines, done.stderr[-3000:]
+    assert "worker_main.py" not in done.stderr
+
+
 def test_a_report_that_never_ends_is_cut_off_and_the_exit_code_is_the_scripts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
