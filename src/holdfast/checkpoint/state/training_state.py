@@ -362,7 +362,7 @@ class State:
                 yield from part.in_no_version()
 
     def _reported(self) -> Collector:
-        """What the parts make anew at every save."""
+        """Return what the parts make anew at every save."""
         transient = Collector(self._layouts, still=self._still)
         for part in self._parts:
             part.report(transient)
