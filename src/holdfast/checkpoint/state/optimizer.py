@@ -9,8 +9,8 @@ no other. The rest is this rank's own.
 
 State that does not exist before the first step is created through `load_state_dict`, so that an optimizer's own way
 of taking state is respected; dtypes and objects are put right afterwards, because `load_state_dict` casts state to the
-parameter's dtype and a restore must not change a bit. What a class, a wrapper or hooks hand out besides is in `handed.py`,
-optimizers inside others in `inside.py`.
+parameter's dtype and a restore must not change a bit. What a class, a wrapper or hooks hand out besides is in `optimizer_extras.py`,
+optimizers inside others in `nested_optimizers.py`.
 """
 
 from __future__ import annotations
