@@ -663,6 +663,32 @@ def test_a_launcher_outside_of_the_main_thread_has_a_guard_that_hears_nothing() 
         pool.submit(guard.close).result(30)
 
 
+# A launcher that gets a signal when its job is over and it has only to clear up.
+LATE = """
+import os, sys
+from holdfast.elastic.launch import run_command
+from holdfast.elastic.processes.forkserver import ForkServer
+close = ForkServer.close
+def late(self):
+    os.kill(os.getpid(), int(os.environ["LATE"]))
+    close(self)
+ForkServer.close = late
+run_command.leave(run_command.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), sampled([(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGTERM, 1)], (signal.SIGTERM, 0))
+)
+def test_a_signal_behind_the_end_of_the_job_changes_no_exit_code(tmp_path: Path, number: int, code: int) -> None:
+    (tmp_path / "script.py").write_text(f"raise SystemExit({code})")
+    command = [sys.executable, "-c", LATE, "--standalone", "--max-restarts=0", "script.py"]
+    environment = {**os.environ, "LATE": str(int(number)), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
+    done = forked.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+
+
 # Ends itself as the default action of a signal would, at the second one.
 ONCE = """
 import signal, sys
