@@ -15,12 +15,12 @@ from holdfast.core.model import Level, Seal, Version
 from holdfast.core.recovery.version_choice import MemoryCopy
 from holdfast.keeper.rpc.messages import Inventory
 
-WORKER = str(Path(__file__).with_name("first_version_worker.py"))
+WORKER = str(Path(__file__).with_name("begin_anew_worker.py"))
 VERSION = Version(1, 0)
 
 
 def start(tmp_path: Path, life: str) -> list[forked.Popen]:
-    arguments = [str(tmp_path / life), str(tmp_path / "ckpt"), life]
+    arguments = [str(tmp_path / life), str(tmp_path / "ckpt"), life, "first-version"]
     return [
         forked.Popen(
             [sys.executable, WORKER, str(rank), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -11,11 +11,11 @@ import forked
 from holdfast.testing.contracts.adapter_processes import keepers_under
 from keepers_kit import wait_ended
 
-WORKER = str(Path(__file__).with_name("lost_node_worker.py"))
+WORKER = str(Path(__file__).with_name("begin_anew_worker.py"))
 
 
 def start(tmp_path: Path, life: str) -> list[forked.Popen]:
-    arguments = [str(tmp_path / life), str(tmp_path / "ckpt"), life]
+    arguments = [str(tmp_path / life), str(tmp_path / "ckpt"), life, "lost-node"]
     return [
         forked.Popen(
             [sys.executable, WORKER, str(rank), *arguments],

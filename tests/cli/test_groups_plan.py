@@ -175,7 +175,8 @@ def test_plan_numbers_are_those_of_the_core(holdfast: Run, saved: Path) -> None:
         for node in row["nodes"]:
             assert row["written_bytes"] == costs.nodes.written[node]
             assert row["kept_replica_bytes"] == costs.nodes.kept[node]
-            assert row["host_bytes"] == sum(map(slot_bytes, costs.slots(node, 2, spare_bytes=SPARE_BYTES)))
+            for name, num_slots in (("host_bytes", 2), ("host_bytes_with_third_slots", 3)):
+                assert row[name] == sum(map(slot_bytes, costs.slots(node, num_slots, spare_bytes=SPARE_BYTES)))
             assert row["if_it_dies"]["from_replica_bytes"] == costs.nodes.alone[node]
     storage = open_storage(saved, Events())
     files = storage.manifest(storage.versions()[-1]).bundles
@@ -317,7 +318,11 @@ def test_plan_says_what_a_node_has_to_allow_and_how_its_memory_is_made_faster(
     costs = JobPlan(SAVED, uniform(8, 4))
     plan._print_memory(costs)
     said = capsys.readouterr().out
-    needed = max(sum(map(slot_bytes, costs.slots(node, 2, spare_bytes=SPARE_BYTES))) for node in range(2))
+    needed, most = (
+        max(sum(map(slot_bytes, costs.slots(node, num_slots, spare_bytes=SPARE_BYTES))) for node in range(2))
+        for num_slots in (2, 3)
+    )
+    assert f"A third slot for each rank makes it {size_text(most)}." in said
     assert f"host memory of {size_text(needed)} fits from {size_text(4 * needed)} on" in said
     assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in said
 

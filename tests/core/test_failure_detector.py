@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from faults_kit import Watching
 from holdfast.core.elastic.failure_detector import Kind, Verdict, Watch
-from holdfast.core.elastic.watch_mode import CAREFUL, MODES, QUICK
+from holdfast.core.elastic.watch_mode import MODES, QUICK
 from holdfast.core.elastic.worker_facts import Beat, Phase, WorkerSample
 
 HEALTHY = ("steps", "waits", "moves", "reads", "traced", "device", "starved", "unheard")
@@ -110,7 +110,7 @@ def hung_at(step: int, watch: Watch, now_s: float, seconds: float, *, state: str
     watch.started(1, now_s)
     said: list[Verdict] = []
     for look in range(round(seconds / 0.25)):
-        hung = WorkerSample(1, Beat(step, step, Phase.STEP, samples=known), state, wakes=1)
+        hung = WorkerSample(1, Beat(step, step, Phase.STEP, samples=known), state=state, wakes=1)
         waits = WorkerSample(0, Beat(step, step, Phase.COLLECTIVE, "all_reduce", 3, True, samples=known), wakes=1)
         said += watch.look(now_s + 0.25 * look, [waits, hung], world_size=2, **more)
     return [verdict for verdict in said if verdict.kind not in (Kind.WAIT, Kind.LOOK)]
@@ -120,7 +120,7 @@ def test_a_rank_that_is_to_be_replaced_is_gone_and_its_evidence_stands() -> None
     watch = Watch()
     (first,) = hung_at(30, watch, 0.0, 130)
     assert (first.kind, first.rank) == (Kind.RESTART_RANK, 1)
-    zombie = WorkerSample(1, Beat(30, 30, Phase.STEP), "Z", wakes=1)
+    zombie = WorkerSample(1, Beat(30, 30, Phase.STEP), state="Z", wakes=1)
     later = [verdict for look in range(4000) for verdict in watch.look(130 + look / 4, [zombie], world_size=2)]
     assert [verdict for verdict in later if verdict.rank == 1] == []
 
@@ -181,7 +181,7 @@ def test_ranks_that_all_may_hang_on_their_devices_are_told_of_once_and_left_alon
     said: list[tuple[float, Verdict]] = []
     for look in range(4 * 2000):
         now_s, beat = 0.25 * look, Beat(9, 9, Phase.STEP, samples=known)
-        sights = [WorkerSample(rank, beat, "R", busy_s=1 + now_s, wakes=1, device=True) for rank in range(2)]
+        sights = [WorkerSample(rank, beat, state="R", busy_s=1 + now_s, wakes=1, device=True) for rank in range(2)]
         said += [(now_s, verdict) for verdict in watch.look(now_s, sights, world_size=2)]
     orders = [(round(now_s), v.kind, v.ranks) for now_s, v in said if v.kind not in (Kind.WAIT, Kind.LOOK)]
     assert orders == [(900, Kind.REPORT, (0, 1))]
@@ -222,9 +222,3 @@ def test_stalled_job_is_judged_after_its_modes_limit() -> None:
     waits = replace(AT_A_LOCK, beat=replace(AT_A_LOCK.beat, phase=Phase.COLLECTIVE, inside=True))
     assert hopeless_s(Watch(), AT_A_LOCK, waits) == pytest.approx(120, abs=1)
     assert hopeless_s(Watch(QUICK), AT_A_LOCK, waits) == pytest.approx(8.4, abs=1)
-
-
-def test_a_scaled_mode_keeps_all_proportions() -> None:
-    small = CAREFUL.scaled(1 / 60)
-    assert small.floors_s[Phase.STEP] == (2.0, 5.0)
-    assert (small.busy_s, small.together_s, small.learns) == (15.0, 1.0, True)

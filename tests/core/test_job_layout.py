@@ -218,7 +218,9 @@ def test_costs_are_the_sums_over_all_bundles_of_all_ranks(job: Job) -> None:
     for rank, refs in job.bundles().items():
         mine = set(bundles.captures(refs, rank, topology))
         copied[rank] = sum(ref.num_bytes for ref in refs if ref.bundle_id in mine)
-        lonely = [ref for ref in refs if ref.bundle_id in mine and bundles.only_home(ref, topology) is not None]
+        lonely = [
+            ref for ref in refs if ref.bundle_id in mine and replica_placement.only_home(ref, topology) is not None
+        ]
         replicated[rank] = sum(ref.num_bytes for ref in lonely)
     everything = {ref.bundle_id: ref for refs in job.bundles().values() for ref in refs}.values()
     placed = replica_placement.place(everything, topology)
@@ -239,7 +241,7 @@ def test_costs_are_the_sums_over_all_bundles_of_all_ranks(job: Job) -> None:
     for node in nodes:
         slots = [2 * [copied[r]] for r in topology.ranks_on(node)]
         assert sum(plan.slots(node, 2)) == sum(map(sum, slots)) + 2 * kept[node]
-        lonely = {ref for ref in everything if bundles.only_home(ref, topology) == node}
+        lonely = {ref for ref in everything if replica_placement.only_home(ref, topology) == node}
         assert plan.nodes.alone[node] == sum(ref.num_bytes for ref in lonely)
 
 

@@ -129,6 +129,40 @@ def test_a_failed_script_has_time_to_report_and_keeps_its_exit_code(tmp_path: Pa
     assert "ValueError: planted" in done.stderr
 
 
+SAYS_NOTHING = """
+class Unfinished(RuntimeError):
+    def __str__(self): return self.text
+raise Unfinished("planted")
+"""
+HOOK_FAILS = """
+import sys
+def hook(*_): raise OSError("of the hook")
+sys.excepthook = hook
+raise ValueError("planted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (SAYS_NOTHING, ["Unfinished: <exception str() failed>"]),
+        (
+            HOOK_FAILS,
+            ["Error in sys.excepthook:", "OSError: of the hook", "Original exception was:", "ValueError: planted"],
+        ),
+    ],
+    ids=["says nothing", "hook fails"],
+)
+def test_an_error_that_cannot_be_told_is_printed_as_in_plain_python(
+    tmp_path: Path, script: str, lines: list[str]
+) -> None:
+    done = launch(tmp_path, script, "--max-restarts=0")
+    assert done.returncode == 1
+    said = done.stderr.splitlines()
+    assert [line for line in said if line in lines] == lines, done.stderr[-3000:]
+    assert "worker_main.py" not in done.stderr
+
+
 def test_a_report_that_never_ends_is_cut_off_and_the_exit_code_is_the_scripts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -627,6 +661,32 @@ def test_a_launcher_outside_of_the_main_thread_has_a_guard_that_hears_nothing() 
         guard = pool.submit(ExitGuard, agent, [signal.SIGTERM], grace_s=1.0, also_ends=list).result(30)
         assert signal.set_wakeup_fd(before) == before, "what the process had is left alone"
         pool.submit(guard.close).result(30)
+
+
+# A launcher that gets a signal when its job is over and it has only to clear up.
+LATE = """
+import os, sys
+from holdfast.elastic.launch import run_command
+from holdfast.elastic.processes.forkserver import ForkServer
+close = ForkServer.close
+def late(self):
+    os.kill(os.getpid(), int(os.environ["LATE"]))
+    close(self)
+ForkServer.close = late
+run_command.leave(run_command.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), sampled([(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGTERM, 1)], (signal.SIGTERM, 0))
+)
+def test_a_signal_behind_the_end_of_the_job_changes_no_exit_code(tmp_path: Path, number: int, code: int) -> None:
+    (tmp_path / "script.py").write_text(f"raise SystemExit({code})")
+    command = [sys.executable, "-c", LATE, "--standalone", "--max-restarts=0", "script.py"]
+    environment = {**os.environ, "LATE": str(int(number)), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
+    done = forked.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
 
 
 # Ends itself as the default action of a signal would, at the second one.

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.elastic.worker_facts import PERSON, SLEEP
+from holdfast.core.elastic.worker_facts import PERSON, SLEEP, ProcessStats
 from holdfast.elastic.watchdog import proc_stats
-from holdfast.elastic.watchdog.proc_stats import ProcessSampler, ProcessStats, is_frozen, vitals
+from holdfast.elastic.watchdog.proc_stats import ProcessSampler, is_frozen, vitals
 
 WAIT_S = 30.0
 # A worker that waits, and a child of it (a data loader) that does the work.

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -174,9 +175,16 @@ class Job:
         print(json.dumps({"job": self.name, "said": self.said, "steps": steps, "alive": alive, "stands": self.stands}))
 
 
+def scaled(mode: Mode, factor: float) -> Mode:
+    """The same proportions with every time multiplied: minutes become seconds for real processes."""
+    floors = {phase: (low * factor, high * factor) for phase, (low, high) in mode.floors_s.items()}
+    names = [each.name for each in fields(mode) if each.name.endswith("_s") and each.name != "floors_s"]
+    return replace(mode, floors_s=floors, **{name: getattr(mode, name) * factor for name in names})
+
+
 def main() -> None:
     directory, seconds, names = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[5:]
-    mode = MODES[sys.argv[3]].scaled(float(sys.argv[4]))
+    mode = scaled(MODES[sys.argv[3]], float(sys.argv[4]))
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).zero_grad()  # what it imports, it imports once
     jobs = [Job(name, directory, mode) for name in names]

@@ -243,13 +243,13 @@ def over(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, An
     return values
 
 
-def disabled(*, environ: Mapping[str, str] | None = None) -> bool:
+def disabled() -> bool:
     """Return whether holdfast is switched off altogether: nothing is restored, saved or watched, no keeper is started.
 
     Raises:
         ConfigError: the variable is neither true nor false.
     """
-    text = (os.environ if environ is None else environ).get(DISABLE_VARIABLE, "")
+    text = os.environ.get(DISABLE_VARIABLE, "")
     try:
         return bool(text) and _boolean(text)
     except ValueError:
@@ -264,27 +264,27 @@ def aliases(*, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: environ[name] for name in ALIASES if environ.get(name)}
 
 
-def group_info_file(*, environ: Mapping[str, str] | None = None) -> str:
+def group_info_file() -> str:
     """Return where this rank writes which ranks hold the same slices; `""` is nowhere."""
-    return (os.environ if environ is None else environ).get(GROUP_INFO_VARIABLE, "")
+    return os.environ.get(GROUP_INFO_VARIABLE, "")
 
 
-def is_restart(*, environ: Mapping[str, str] | None = None) -> bool:
+def is_restart() -> bool:
     """Tell if the launcher of this process has started the workers of its run before."""
-    count = (os.environ if environ is None else environ).get("TORCHELASTIC_RESTART_COUNT", "0")
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return count.partition(".")[0] not in ("", "0")
 
 
-def launch(*, environ: Mapping[str, str] | None = None) -> str:
+def launch() -> str:
     """Return the name that the launcher gave to this run; empty without a launcher."""
-    return (os.environ if environ is None else environ).get("TORCHELASTIC_RUN_ID", "")
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def meeting_place(*, environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+def meeting_place() -> tuple[str, int]:
     """Return where ranks meet that no launcher of PyTorch started: MASTER_ADDR and MASTER_PORT, else one port above
     MindSpore's scheduler (MS_SCHED_HOST, MS_SCHED_PORT); port 0 if neither is set.
     """
-    environ = os.environ if environ is None else environ
+    environ = os.environ
     if environ.get("MASTER_PORT", "").isdigit():
         return environ.get("MASTER_ADDR", "127.0.0.1"), int(environ["MASTER_PORT"])
     if environ.get("MS_SCHED_PORT", "").isdigit():

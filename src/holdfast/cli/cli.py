@@ -19,8 +19,9 @@ from holdfast.cli import report as report_tool
 from holdfast.cli import status as status_tool
 from holdfast.cli import subcommands
 from holdfast.cli import timeline as trace_tool
+from holdfast.cli.command_options import Json, RanksPerNode, Root, RunningJob, VersionName, takes
 from holdfast.cli.console import errors_shown, say, whole_output
-from holdfast.cli.planning import interval_advice, loss_report
+from holdfast.cli.planning import interval_advice
 from holdfast.cli.planning import pipeline_plan as pipeline_tool
 from holdfast.cli.planning import plan as plan_tool
 from holdfast.cli.stored import export as export_tool
@@ -59,20 +60,6 @@ app = typer.Typer(
 )
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="The checkpoint directory, or a URL (file, s3, gs, az).")]
-Redundancy = Annotated[
-    str | None, typer.Option(metavar="WAY", help="Survive a lost node by replica, parity:K or none; default: replica.")
-]
-LikeRun = Annotated[
-    str | None, typer.Option(metavar="RUN", help="Take failures, recovery and step time from the journal of this run.")
-]
-RanksPerNode = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of ranks on each node.")]
-RunningJob = Annotated[
-    str | None, typer.Option(metavar="ROOT", help="The job that runs on this machine and saves to ROOT.")
-]
-VersionName = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="A version as `holdfast ls` shows it.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -255,36 +242,8 @@ def groups(
 
 
 @app.command(epilog=pipeline_tool.HELP)
-def plan(  # noqa: PLR0913 - an option is a parameter
-    file: Annotated[
-        str | None, typer.Argument(metavar="[FILE]", help="A description (TOML, JSON), or a training script (.py).")
-    ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the training script.")
-    ] = None,
-    checkpoint: Annotated[str | None, typer.Option("--from", metavar="ROOT", help="Use a checkpoint's layout.")] = None,
-    version: Annotated[str | None, typer.Option(metavar="VERSION", help="Version of that checkpoint.")] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="SIZES", help="Use mesh sizes: 4x2, or dp=4,tp=2.")] = None,
-    ranks_per_node: RanksPerNode = None,
-    job: RunningJob = None,
-    nnodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes that the script runs on.")] = 1,
-    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Mean time between failures of one node.")] = "5000h",
-    step_time: Annotated[str, typer.Option(metavar="TIME", help="Duration of one training step.")] = "1s",
-    save_time: Annotated[
-        str, typer.Option(metavar="TIME", help="Time that a save stops training; by default what it copies at 5 GB/s.")
-    ] = "",
-    like: LikeRun = None,
-    without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Assume no replicas.")] = False,
-    redundancy: Redundancy = None,
-    lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these nodes.")] = "",
-    lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these ranks.")] = "",
-    pipeline: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Plan the step of a pipeline (TOML, JSON), and a checkpoint in its bubbles."),
-    ] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write that step as a page.")] = None,
-    json: Json = False,
-) -> None:
+@takes(plan_tool.Options)
+def plan(options: plan_tool.Options) -> None:
     """Predict what a job will hold, copy, write and back up, and what any lost node would cost. Nothing is started.
 
     Exit code 1: something would be lost with one node, or with those that are asked for. A replica on the next node protects what has no twin elsewhere.
@@ -317,23 +276,13 @@ def plan(  # noqa: PLR0913 - an option is a parameter
       dtype = "F32"
       place = { dp = "shard(0)" }                  # ZeRO-1
     """
-    with errors_shown(as_json=json):
-        if pipeline is not None or html is not None:
-            raise typer.Exit(pipeline_tool.pipeline(pipeline, html=html, as_json=json))
-        source = plan_tool.Source(file, checkpoint, version, mesh, tuple(arguments or ()), nnodes, job)
-        assumed = interval_advice.Assumptions(mtbf, step_time, save_time)
-        if like is not None:
-            assumed = interval_advice.as_observed(assumed, report_tool.observed(like)[1])
-        code = plan_tool.plan(
-            source,
-            ranks_per_node=ranks_per_node,
-            replicas=not without_replicas,
-            redundancy=redundancy,
-            assumed=assumed,
-            lost=loss_report.Question(lost_nodes, lost_ranks),
-            as_json=json,
-        )
-        raise typer.Exit(code)
+    with errors_shown(as_json=options.json):
+        if options.pipeline is not None or options.html is not None:
+            raise typer.Exit(pipeline_tool.pipeline(options.pipeline, html=options.html, as_json=options.json))
+        assumed = interval_advice.Assumptions(options.mtbf, options.step_time, options.save_time)
+        if options.like is not None:
+            assumed = interval_advice.as_observed(assumed, report_tool.observed(options.like)[1])
+        raise typer.Exit(plan_tool.plan(options, assumed))
 
 
 @app.command()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -116,11 +117,7 @@ class KeptLoop:
 
     def _begin(self, steps: range, names: Names) -> tuple[Checkpointer, _Carried, SelfCheck] | None:
         """Returns a Checkpointer of what is there; None, and a reason told, if anything is unsure on any rank."""
-        try:
-            group = collectives.ranks()
-        except UsageError as error:
-            say(str(error.what))
-            self._events.emit("script_refused", reason=str(error.what))
+        if (group := ranks(self._events)) is None:
             return None
         found = sort_out(self._loop.used, self._loop.carried, names.all(), Reach(sets=(), used=(), kept=()).is_of_user)
         if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
@@ -221,6 +218,16 @@ class KeptLoop:
             checkpointer.abandon()
             return False
         return True
+
+
+def ranks(events: Events) -> collectives.Ranks | None:
+    """Returns the ranks of the job; None, and the reason told, if they cannot be asked."""
+    try:
+        return collectives.ranks()
+    except UsageError as error:
+        say(str(error.what))
+        events.emit("script_refused", reason=str(error.what))
+        return None
 
 
 def is_refused(group: collectives.Ranks, reason: str, events: Events, root: str) -> bool:
@@ -353,13 +360,15 @@ class Count:
         self._handle.remove()
 
 
-class Doubts:
+class Doubts(ABC):
     """Tells the person who started the job, once, what makes the versions of a run unsure.
 
     Args:
         group: the ranks.
+        began: numbers and texts that the loops read, as they were when they began; empty if the script reads no files.
 
     Attributes:
+        refused: why a version was not taken.
         unsure: why no version of this run can be right any more; empty as long as nothing says so.
         unrehearsed: why its first steps are not rehearsed.
         alone: whether this rank is the job.
@@ -371,9 +380,12 @@ class Doubts:
     """
 
     holdfast_saves_gradients = True
+    holdfast_keeps_modes = True
 
-    def __init__(self, group: collectives.Ranks) -> None:
-        self._rank = group.rank
+    def __init__(self, group: collectives.Ranks, began: Mapping[str, str]) -> None:
+        self._rank, self._began = group.rank, began
+        self._noted: dict[str, Any] = {}
+        self.refused = ""
         self.alone = group.world_size == 1
         self.who = [group.rank, group.world_size]
         self.events = Events()
@@ -391,6 +403,37 @@ class Doubts:
             say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
             if self._rank == 0 and self.root:
                 Proposer(self.root, say, self.events, reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was noted last."""
+        return self._noted
+
+    def holdfast_accepts(self, state: Any) -> None:
+        """Looks at a version before anything of it is loaded.
+
+        Raises:
+            MismatchError: it is not of these loops, or cannot be right.
+        """
+        self.refused = self._why_not(state) if isinstance(state, dict) else ""
+        if self.refused:
+            raise MismatchError(self.refused, where=self._loop_name())
+
+    @abstractmethod
+    def _why_not(self, state: Mapping[str, Any]) -> str:
+        """Returns why a version does not fit; empty if it does."""
+
+    @abstractmethod
+    def _loop_name(self) -> str: ...
+
+    def _why_not_begun(self, state: Mapping[str, Any]) -> str:
+        """Returns why a version does not fit where the loops begin; empty if it does."""
+        for path, token in state["began"].items():
+            if self._began.get(path, token) != token:
+                return (
+                    f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
+                    f"have gone on from a file of its own"
+                )
+        return ""
 
     def judge_files(self) -> None:
         """Looks at what the script has read and written since the step before, behind a step."""
@@ -419,23 +462,20 @@ class _Carried(Doubts):
     Attributes:
         value: the number that the loop had in the version that was restored; None if there was none.
         restored: what names of the script meant then; None if nothing was restored.
-        refused: why a version was not taken.
         stepped: the parameters that the optimizer steps.
         clears: whether every step surely clears their gradients first.
         objects: what is saved, by name.
     """
 
     def __init__(self, loop: Loop, steps: range, names: Names, changes: Changes, group: collectives.Ranks) -> None:
-        super().__init__(group)
+        super().__init__(group, changes.began(loop.used, loop.bounds) if loop.reads_files else {})
         self._loop, self._steps, self._names, self._changes = loop, steps, names, changes
         self.stepped: list[torch.Tensor] = []
         self.clears = False
         self.objects: dict[str, Any] = {}
         self.value: int | None = None
         self.restored: dict[str, Any] | None = None
-        self.refused = ""
-        self._began = changes.began(loop.used, loop.bounds) if loop.reads_files else {}
-        self._noted: dict[str, Any] = self._state(None, {}, {}, Changed([], []))
+        self._noted = self._state(None, {}, {}, Changed([], []))
 
     def note(self, number: int) -> bool:
         """Takes everything as it is now, behind step `number` of the range; False: this step must be in no version."""
@@ -456,20 +496,6 @@ class _Carried(Doubts):
         self.doubt(changed.reason or self._why_unsure(carried, names) or why)
         self._noted = self._state(self._steps[number], carried, after, changed) | {"gradients": gradients or {}}
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what was noted last."""
-        return self._noted
-
-    def holdfast_accepts(self, state: Any) -> None:
-        """Looks at a version before anything of it is loaded.
-
-        Raises:
-            MismatchError: it is not of this loop, or cannot be right.
-        """
-        self.refused = self._why_not(state) if isinstance(state, dict) else ""
-        if self.refused:
-            raise MismatchError(self.refused, where=self._loop_name())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Plain values in place; names of the script when the first step begins."""
@@ -533,12 +559,8 @@ class _Carried(Doubts):
         if state["value"] is not None and state["value"] == steps[-1] and not state["after"].keys() >= set(loop.after):
             missing = sorted(set(loop.after) - state["after"].keys())
             return f"all steps are made, and {missing[0]!r}, which is read behind the loop, was not saved"
-        for path, token in state["began"].items() if self._loop.reads_files else ():
-            if self._began.get(path, token) != token:
-                return (
-                    f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
-                    f"have gone on from a file of its own"
-                )
+        if why := self._why_not_begun(state):
+            return why
         if state["value"] is not None and state.get("who") == self.who:
             other = self._changes.other_data(state.get("data", {}), self._data(state["rows"]))
             if other:

@@ -44,7 +44,7 @@ from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.stateful import is_stateful
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.in_place import CHANGES
-from holdfast.checkpoint.usage.loop_analysis import around
+from holdfast.checkpoint.usage.loop_analysis import around, scope_at
 from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, loaded, own, stored
 
 # So deep objects are looked for, and so many parts of a container.
@@ -190,21 +190,13 @@ def _outermost(frame: FrameType | None) -> tuple[FrameType, ast.Module, ast.For 
                 for node in ast.walk(tree)
                 if isinstance(node, ast.For | ast.While)
                 and node.body[0].lineno <= frame.f_lineno <= (node.body[-1].end_lineno or 0)
-                and _scope_at(tree, node.lineno) is _scope_at(tree, frame.f_lineno)
+                and scope_at(tree, node.lineno) is scope_at(tree, frame.f_lineno)
             ]
             if loops:
                 found = frame, tree, min(loops, key=lambda node: node.lineno)
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             break  # who started the script is no part of it
         frame = frame.f_back
-    return found
-
-
-def _scope_at(tree: ast.Module, line: int) -> ast.AST:
-    found: ast.AST = tree
-    for node in ast.walk(tree):  # from the outside in
-        if isinstance(node, Function) and node.body[0].lineno <= line <= (node.end_lineno or 0):
-            found = node
     return found
 
 
@@ -233,7 +225,7 @@ class _Text:
         self._source = user_frames.text(frame)
         self._names = dict(user_frames.names(frame))
         self._reach = Reach(sets=(), used=(), kept=())
-        scope = _scope_at(tree, loop.lineno)
+        scope = scope_at(tree, loop.lineno)
         assert isinstance(scope, ast.Module | Function)
         self._scope = scope
         self._set = stored(loop.body) | (stored([loop.target]) if isinstance(loop, ast.For) else set())

@@ -21,6 +21,7 @@ import ast
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from holdfast.checkpoint.usage.cleared_gradients import sets_none
 from holdfast.checkpoint.usage.clock_names import last_name
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
@@ -347,20 +348,10 @@ def _is_path(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _is_path(node.value))
 
 
-def _sets_grad(statement: ast.stmt, of: str = "") -> str | None:
-    """Returns whose gradients are set to None by loops over `x.parameters()` or `x.param_groups`; None if this is no such loop."""
-    if isinstance(statement, ast.For):
-        over = statement.iter.func if isinstance(statement.iter, ast.Call) else statement.iter
-        if isinstance(over, ast.Attribute) and over.attr in ("parameters", "param_groups") and _is_path(over.value):
-            of = ast.unparse(over.value)
-        return _sets_grad(statement.body[0], of) if len(statement.body) == 1 else None
-    sets = (
-        isinstance(statement, ast.Assign)
-        and any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in statement.targets)
-        and isinstance(statement.value, ast.Constant)
-        and statement.value.value is None
-    )
-    return of if sets and of else None
+def _sets_grad(statement: ast.stmt) -> str | None:
+    """Returns whose gradients a loop sets to None, as the script calls it; None if it does not, or for what has no such name."""
+    of = sets_none(statement)
+    return ast.unparse(of) if of is not None and _is_path(of) else None
 
 
 def only_members(tree: ast.Module) -> set[str]:

@@ -147,7 +147,7 @@ class _Reader:
             if _leaves(statement.body) or _leaves(statement.orelse):  # the rest may not be run
                 return [*self._expression(statement.test, names, depth), *_reads_of([*one, *other])]
             return [*self._expression(statement.test, names, depth), Either(tuple(one), tuple(other))]
-        if (over := _sets_none(statement)) is not None:
+        if (over := sets_none(statement)) is not None:
             return [Cleared(self._path(over, names))]
         if isinstance(statement, ast.For | ast.While | ast.Try | ast.AsyncFor | ast.Match):
             return _reads_of(
@@ -249,13 +249,13 @@ def _leaves(body: Sequence[ast.stmt]) -> bool:
     return any(isinstance(node, ast.Return | ast.Continue | ast.Break) for part in body for node in ast.walk(part))
 
 
-def _sets_none(statement: ast.stmt, of: ast.expr | None = None) -> ast.expr | None:
+def sets_none(statement: ast.stmt, of: ast.expr | None = None) -> ast.expr | None:
     """Returns whose gradients are set to None by loops over `x.parameters()` or `x.param_groups`; None if this is no such loop."""
     if isinstance(statement, ast.For):
         over = statement.iter.func if isinstance(statement.iter, ast.Call) else statement.iter
         if isinstance(over, ast.Attribute) and over.attr in ("parameters", "param_groups"):
             of = over.value
-        return _sets_none(statement.body[0], of) if len(statement.body) == 1 else None
+        return sets_none(statement.body[0], of) if len(statement.body) == 1 else None
     sets = (
         isinstance(statement, ast.Assign)
         and any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in statement.targets)

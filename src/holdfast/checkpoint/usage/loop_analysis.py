@@ -60,7 +60,7 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
         SyntaxError: it is no Python.
     """
     tree = ast.parse(source)
-    scope = _scope(tree, line)
+    scope = scope_at(tree, line)
     loops = sorted((n for n in own(scope) if isinstance(n, Loop) and _is_around(n, line)), key=lambda n: n.lineno)
     call = _call(scope, line)
     if not loops or (told and call is None):
@@ -92,7 +92,7 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
     )
 
 
-def _scope(tree: ast.Module, line: int) -> Scope:
+def scope_at(tree: ast.Module, line: int) -> Scope:
     """Returns the innermost function around a line, or the file."""
     found: Scope = tree
     for node in ast.walk(tree):  # from the outside in

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from holdfast.base.config import Config
+import typer
+
+from holdfast.base.config import MAX_SLOTS, Config
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.cli import console, rank_ranges
+from holdfast.cli.command_options import Json, LikeRun, RanksPerNode, Redundancy, RunningJob
 from holdfast.cli.groups_command import saved_shards
 from holdfast.cli.planning import interval_advice, job_file, loss_report
 from holdfast.cli.planning.script_layout import layout_of_script
@@ -35,57 +38,82 @@ MAX_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Says where the layout comes from: a description, a script, or a checkpoint and its version; and other mesh sizes.
+class Options:
+    """Says where the layout comes from (a description, a script, a checkpoint, a running job), and what is asked of it.
 
     Attributes:
         file: a description, or a script if its name ends in `.py`.
         arguments: of the script.
-        num_nodes: on which the script runs.
+        nnodes: on which the script runs.
         job: where a running job saves to; without any source the only one that runs here.
     """
 
-    file: str | None
-    root: str | None
-    version: str | None
-    mesh: str | None
-    arguments: tuple[str, ...] = ()
-    num_nodes: int = 1
-    job: str | None = None
+    file: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="A description (TOML, JSON), or a training script (.py).")
+    ] = None
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the training script.")
+    ] = None
+    checkpoint: Annotated[str | None, typer.Option("--from", metavar="ROOT", help="Use a checkpoint's layout.")] = None
+    version: Annotated[str | None, typer.Option(metavar="VERSION", help="Version of that checkpoint.")] = None
+    mesh: Annotated[str | None, typer.Option(metavar="SIZES", help="Use mesh sizes: 4x2, or dp=4,tp=2.")] = None
+    ranks_per_node: RanksPerNode = None
+    job: RunningJob = None
+    nnodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes that the script runs on.")] = 1
+    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Mean time between failures of one node.")] = "5000h"
+    step_time: Annotated[str, typer.Option(metavar="TIME", help="Duration of one training step.")] = "1s"
+    save_time: Annotated[
+        str, typer.Option(metavar="TIME", help="Time that a save stops training; by default what it copies at 5 GB/s.")
+    ] = ""
+    like: LikeRun = None
+    without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Assume no replicas.")] = False
+    redundancy: Redundancy = None
+    lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these nodes.")] = ""
+    lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these ranks.")] = ""
+    pipeline: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Plan the step of a pipeline (TOML, JSON), and a checkpoint in its bubbles."),
+    ] = None
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write that step as a page.")] = None
+    json: Json = False
 
     @property
     def is_live(self) -> bool:
         """Return whether a running job is asked."""
-        return self.file is None and self.root is None and self.version is None
+        return self.file is None and self.checkpoint is None and self.version is None
 
 
-def _layout(source: Source, ranks_per_node: int | None) -> tuple[JobLayout, int | None]:
+def _layout(source: Options) -> tuple[JobLayout, int | None]:
     """The layout, and the ranks per node if the source says so."""
-    if (source.file is None) == (source.root is None) or (source.version is not None and source.root is None):
+    if (source.file is None) == (source.checkpoint is None) or (
+        source.version is not None and source.checkpoint is None
+    ):
         raise UsageError(
             "a plan is made of a description, of a script, or of a checkpoint",
             remedy="`holdfast plan job.toml`, `holdfast plan train.py --ranks-per-node 8`, or `holdfast plan --from ROOT`",
         )
     if source.file is not None and source.file.endswith(".py"):
-        return _of_script(source, ranks_per_node), ranks_per_node
+        return _of_script(source), source.ranks_per_node
     if source.file is not None:
         described = job_file.load(Path(source.file))
         main = job_file.mesh_of(described.mesh)
         main = main if source.mesh is None else _mesh(source.mesh, main)
         return job_file.layout_of(described, main), described.ranks_per_node
-    assert source.root is not None  # one of them is given
-    storage = open_storage(source.root, Events())
+    assert source.checkpoint is not None  # one of them is given
+    storage = open_storage(source.checkpoint, Events())
     manifest = storage.manifest(choose(storage, source.version))
     layout = infer(manifest.world_size, saved_shards(storage, manifest))
     return layout if source.mesh is None else resized(layout, _mesh(source.mesh, layout.meshes[0])), None
 
 
-def _of_script(source: Source, ranks_per_node: int | None) -> JobLayout:
+def _of_script(source: Options) -> JobLayout:
+    ranks_per_node = source.ranks_per_node
     if ranks_per_node is None:
         raise UsageError("how many ranks the script has is not known", remedy="give --ranks-per-node, and --nnodes")
     assert source.file is not None
-    world_size = source.num_nodes * ranks_per_node
-    layout = layout_of_script(source.file, source.arguments, world_size=world_size, ranks_per_node=ranks_per_node)
+    world_size = source.nnodes * ranks_per_node
+    arguments = source.arguments or ()
+    layout = layout_of_script(source.file, arguments, world_size=world_size, ranks_per_node=ranks_per_node)
     return layout if source.mesh is None else resized(layout, _mesh(source.mesh, layout.meshes[0]))
 
 
@@ -105,24 +133,17 @@ def _mesh(text: str, like: Mesh) -> Mesh:
     return Mesh(like.names, tuple(changed.get(n, size) for n, size in zip(like.names, like.sizes, strict=True)))
 
 
-def plan(
-    source: Source,
-    *,
-    ranks_per_node: int | None,
-    replicas: bool,
-    redundancy: str | None,
-    assumed: interval_advice.Assumptions,
-    lost: loss_report.Question,
-    as_json: bool,
-) -> int:
+def plan(options: Options, assumed: interval_advice.Assumptions) -> int:
     """`holdfast plan`; the exit code: 1 if some part of some tensor would be lost with one node, or with those in question."""
-    if source.is_live and source.mesh is None:
-        live = live_job(source.job)
+    lost = loss_report.Question(options.lost_nodes, options.lost_ranks)
+    redundancy, replicas = options.redundancy, not options.without_replicas
+    if options.is_live and options.mesh is None:
+        live = live_job(options.job)
         topology = live.topology if redundancy is None else replace(live.topology, redundancy=_known(redundancy))
         costs = JobPlan(infer(topology.world_size, live.shards), topology)
     else:
-        layout, described = _layout(source, ranks_per_node)
-        per_node = ranks_per_node or described
+        layout, described = _layout(options)
+        per_node = options.ranks_per_node or described
         if per_node is None:
             raise UsageError("how many ranks share a node is not known", remedy="give --ranks-per-node")
         costs = JobPlan(layout, uniform(layout.world_size, per_node, _known(redundancy or REPLICA)))
@@ -130,7 +151,7 @@ def plan(
     twins = costs.census.twins()
     advice = interval_advice.advise(costs, assumed)
     gone = loss_report.answer(costs, lost, replicas=replicas)
-    if as_json:
+    if options.json:
         console.print_json(
             _document(costs, twins, safe=safe)
             | loss_report.document(gone)
@@ -191,9 +212,9 @@ def _print_job(costs: JobPlan) -> None:
     console.print_table(("tensors", "ranks alike", "groups", "the first", "its bytes", "tensors like"), rows)
 
 
-def _host_bytes(costs: JobPlan, node: int) -> int:
+def _host_bytes(costs: JobPlan, node: int, num_slots: int = Config().num_slots) -> int:
     """Memory of a node's slots as its keeper reserves it, replicas included."""
-    return sum(map(slot_bytes, costs.slots(node, Config().num_slots, spare_bytes=SPARE_BYTES)))
+    return sum(map(slot_bytes, costs.slots(node, num_slots, spare_bytes=SPARE_BYTES)))
 
 
 def _print_nodes(costs: JobPlan) -> None:
@@ -221,6 +242,11 @@ def _print_memory(costs: JobPlan) -> None:
     console.say(
         f"\nA node allows a quarter of its memory, so host memory of {console.size_text(needed)} fits from "
         f"{console.size_text(DEFAULT_SHARE * needed)} on; with less set HOLDFAST_MEMORY_BUDGET, or the job saves to storage only."
+    )
+    most = max(_host_bytes(costs, alike[0], MAX_SLOTS) for alike in costs.nodes_alike())
+    console.say(
+        f"A third slot for each rank makes it {console.size_text(most)}. One is added where saves come faster than storage or "
+        "replicas, if the budget has room for three more; with num_slots=3 it is there from the start."
     )
     if memory_pages.shared_memory_policy() not in memory_pages.HUGE_POLICIES:
         console.say(
@@ -307,6 +333,7 @@ def _node_document(costs: JobPlan, alike: tuple[int, ...], alone: list[str], *, 
         "written_bytes": costs.nodes.written[node],
         "kept_replica_bytes": costs.nodes.kept[node],
         "host_bytes": _host_bytes(costs, node),
+        "host_bytes_with_third_slots": _host_bytes(costs, node, MAX_SLOTS),
         "if_it_dies": {
             "from_twins_bytes": back - alone_bytes,
             "from_replica_bytes": alone_bytes if safe else 0,

@@ -9,7 +9,7 @@ slow: it is meant for scripts whose ranks never pause. Seconds throughout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from holdfast.core.elastic.worker_facts import STEPPING, Beat, Phase
@@ -81,19 +81,10 @@ class Mode:
         """Return how long the script itself lets ranks wait for others, and a bit: its group ends the wait before. 0: unsaid."""
         return beat.group_s + self.together_s if self.learns and beat.group_s else 0.0
 
-    def scaled(self, factor: float) -> Mode:
-        """The same proportions with every time multiplied: minutes become seconds for tests with real processes."""
-        floors = {phase: (low * factor, high * factor) for phase, (low, high) in self.floors_s.items()}
-        times = {name: getattr(self, name) * factor for name in _TIMES}
-        return replace(self, floors_s=MappingProxyType(floors), **times)
-
     def _longest_s(self, beat: Beat, phase: Phase) -> float:
         return LONGEST_FACTOR * beat.longest_s.get(phase, 0.0) if self.learns else 0.0
 
 
-_TIMES = (
-    "stopped_s", "busy_s", "chosen_s", "device_s", "alone_s", "unwaited_s", "together_s", "moving_s", "disk_s",
-)  # fmt: skip
 # Beyond the ten minutes that holdfast itself gives a last save or a restore (close_timeout_s).
 _LONG: Mapping[Phase, tuple[float, float]] = {
     Phase.START: (1800.0, 1800.0),

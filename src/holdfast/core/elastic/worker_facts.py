@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 # Some of what `WorkerSample.waits_in` may say. Who is held by a person is left alone.
 DEBUGGER, PERSON, SLEEP = "a debugger", "a person at a terminal", "a time that it has set itself"
@@ -62,9 +62,9 @@ class Beat:
     group_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSample:
-    """Holds what is seen of one worker at one moment. Counters run from the start of the processes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStats:
+    """Holds what the kernel shows of one process at one moment. Counters run from its start.
 
     Attributes:
         state: the kernel's letter: R running, S sleeping, D waiting for a device, T stopped, t held by a debugger, Z ended;
@@ -77,16 +77,13 @@ class WorkerSample:
         socket_bytes: what its TCP connections and those of its descendants sent and received; None: not known.
         memory_bytes: what it and its descendants hold in memory.
         device: it has an accelerator open, for which it may wait in ways that nothing here shows.
-        stands: where its last stack dump shows it: a phase, or None if there is no dump of this silence.
         waits_in: what its stack or its system call shows it waiting for of its own will; empty if nothing is known.
         call: the system call that its main thread waits in, or, if that is at a lock, one in which another of its threads waits
             for somebody outside. Empty for a lock or a driver alone, in which hangs stand too, or if its stack shows a
             phase that accounts for it.
-        places: the innermost frames of each stack dump of this silence.
+        catches: the signals that it handles, as the kernel's mask.
     """
 
-    rank: int
-    beat: Beat
     state: str = "S"
     busy_s: float = 0.0
     spent_s: float = 0.0
@@ -97,7 +94,22 @@ class WorkerSample:
     socket_bytes: int | None = None
     memory_bytes: int = 0
     device: bool = False
-    stands: Phase | None = None
     waits_in: str = ""
     call: str = ""
+    catches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSample(ProcessStats):
+    """Holds what is seen of one worker at one moment.
+
+    Attributes:
+        stands: where its last stack dump shows it: a phase, or None if there is no dump of this silence.
+        places: the innermost frames of each stack dump of this silence.
+    """
+
+    rank: int
+    beat: Beat
+    _: KW_ONLY
+    stands: Phase | None = None
     places: tuple[str, ...] = ()

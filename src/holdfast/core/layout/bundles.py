@@ -16,7 +16,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
-from holdfast.core.layout import replica_placement
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
 from holdfast.core.rank_runs import runs_of
 
@@ -221,11 +220,6 @@ def representative(bundle: Bundle | BundleRef) -> int:
     """
     size = len(bundle.ranks)
     return bundle.ranks[(bundle.index * size // bundle.count + bundle.ranks[0]) % size]
-
-
-def only_home(bundle: BundleRef, topology: Topology) -> int | None:
-    """The node that all members of the bundle's group live on; None if they live on several."""
-    return replica_placement.only_home(bundle, topology)
 
 
 def single_node(shards: Iterable[Shard], topology: Topology) -> list[Shard]:

@@ -62,6 +62,7 @@ class BaseAgent(LocalElasticAgent):
         self._stop_grace_s = float(optional.get("shutdown_timeout", STOP_GRACE_S))
         self._is_ending = False
         self._ends_by = 0  # the signal that told this launcher to end
+        self._is_over = False
         self._told: set[int] = set()  # a script may take a second signal for "at once"
 
     # What the guard of the launcher's end asks, in a thread of its own.
@@ -119,8 +120,12 @@ class BaseAgent(LocalElasticAgent):
             if getattr(signal.getsignal(number), "__module__", "") == SignalException.__module__:
                 signal.signal(number, self._on_signal)
 
+    def rest(self) -> None:
+        """The job is over here, and its exit code is known: a signal changes nothing any more. The guard still hears it."""
+        self._is_over = True
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python gives both
-        if self._ends_by and number not in HURRY:
+        if self._is_over or (self._ends_by and number not in HURRY):
             return
         self._ends_by = number
         raise SignalException(f"process {os.getpid()} got {signal.strsignal(number)}", signal.Signals(number))

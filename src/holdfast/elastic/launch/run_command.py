@@ -334,6 +334,7 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
         # Another node may still be at work, or this one may come back: the rendezvous stays open.
         return agent.exit_code_after(error.sigval)
     finally:
+        agent.rest()  # what is left to do may take a while, as compiled code goes to storage
         if close_rendezvous:
             spec.rdzv_handler.shutdown()
         elif isinstance(spec.rdzv_handler, MovingRendezvous):

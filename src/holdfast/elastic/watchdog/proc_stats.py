@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from holdfast.base.proc_stat import stat_fields
-from holdfast.core.elastic.worker_facts import PERSON, SLEEP
+from holdfast.core.elastic.worker_facts import PERSON, SLEEP, ProcessStats
 from holdfast.elastic.watchdog.worker_interrupt import copies_of_sockets
 
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
@@ -55,25 +55,6 @@ _CALLS = {
     "aarch64": _Calls((101, 115), 63, (98, 449, 455, 29), (63, 207, 212, 202, 242, 203, 260, 95, 32, 82, 56)),
 }
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel", "/dev/vfio/")
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessStats:
-    """See core.elastic.worker_facts.WorkerSample. `catches`: the signals that the process handles, as the kernel's mask."""
-
-    state: str = "S"
-    busy_s: float = 0.0
-    spent_s: float = 0.0
-    family_s: float = 0.0
-    starved_s: float = 0.0
-    wakes: int = 0
-    file_bytes: int = 0
-    socket_bytes: int | None = None
-    memory_bytes: int = 0
-    device: bool = False
-    waits_in: str = ""
-    call: str = ""
-    catches: int = 0
 
 
 @dataclass(slots=True)

@@ -17,9 +17,8 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from holdfast.base import private
 from holdfast.base.config import Config
@@ -186,18 +185,6 @@ class Watchdog:
         sights = [self._look(rank, worker, now) for rank, worker in self._workers.items() if rank in ranks]
         return self._watch.why_hopeless(now, sights) if len(sights) == len(ranks) else ""
 
-    def incident(self, facts: dict[str, Any]) -> None:
-        """A recovery is over: one box for people, one line for programs."""
-        self.journal.incident(facts)
-
-    def works_on(self, root: str) -> None:
-        """The job saves to this checkpoint path."""
-        self.journal.works_on(root)
-
-    def restored(self, step: int) -> None:
-        """The ranks go on after so many finished steps."""
-        self.journal.restored(step)
-
     def _workers_read(self) -> dict[int, int]:
         return {rank: worker.page_fd for rank, worker in self._workers.items() if worker.page_fd >= 0}
 
@@ -224,22 +211,7 @@ class Watchdog:
         beat, seen = reading.beat, self._examiner.look(worker.pid, now, ours=reading.dump_thread)
         if seen is None:
             return WorkerSample(rank, beat, state="Z")
-        return WorkerSample(
-            rank,
-            beat,
-            state=seen.state,
-            busy_s=seen.busy_s,
-            spent_s=seen.spent_s,
-            family_s=seen.family_s,
-            starved_s=seen.starved_s,
-            wakes=seen.wakes,
-            file_bytes=seen.file_bytes,
-            socket_bytes=seen.socket_bytes,
-            memory_bytes=seen.memory_bytes,
-            device=seen.device,
-            waits_in=seen.waits_in,
-            call=seen.call,
-        )
+        return WorkerSample(rank, beat, **asdict(seen))
 
     def _ask(self, rank: int) -> None:
         """Has the worker append its stacks, if it would survive the signal."""

@@ -194,7 +194,7 @@ class Runner:
             self._make_ready(newer or order, error)
             return None
         code = _code_of(error)
-        self._line.send("failed", order.number, error=f"{type(error).__name__}: {error}"[:500], code=code)
+        self._line.send("failed", order.number, error=_line_of(error), code=code)
         _print(error)
         return code
 
@@ -262,7 +262,7 @@ class Runner:
             return False
         with self._changed:
             self._break_off(order)
-        told = self._line.send("raised", order.number, error=f"{type(error).__name__}: {error}"[:500])
+        told = self._line.send("raised", order.number, error=_line_of(error))
         if not told and self._line.lost:
             return False  # nobody can say whose fault it was
         with self._changed:
@@ -387,10 +387,23 @@ def looks_broken(error: BaseException) -> bool:
     seen: BaseException | None = error
     while seen is not None:
         names = {kind.__name__ for kind in type(seen).__mro__}
-        if names & _BROKEN_TYPES or (isinstance(seen, RuntimeError) and _BROKEN.search(str(seen))):
+        if names & _BROKEN_TYPES or (isinstance(seen, RuntimeError) and _BROKEN.search(_said(seen))):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def _line_of(error: BaseException) -> str:
+    """Return an error in one line, as the agent is told of it."""
+    return f"{type(error).__name__}: {_said(error)}"[:500]
+
+
+def _said(error: BaseException) -> str:
+    """Return what an error says. Its class may be the script's own, and fail to say anything: then as Python has it."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever it raises, the script's own error is what must be told
+        return "<exception str() failed>"
 
 
 def _store_port(order: RunOrder) -> int:
@@ -442,9 +455,24 @@ def _print(error: BaseException) -> None:
     """Print the error as Python would."""
     if not isinstance(error, SystemExit):
         error.__traceback__ = _scripts_part(error)
-        sys.excepthook(type(error), error, error.__traceback__)
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit:
+            raise  # the hook says how the process ends
+        except BaseException as fault:  # noqa: BLE001 - a hook of the script's: both errors are told
+            _write("Error in sys.excepthook:\n")
+            fault.__traceback__ = fault.__traceback__ and fault.__traceback__.tb_next
+            sys.__excepthook__(type(fault), fault, fault.__traceback__)
+            _write("\nOriginal exception was:\n")
+            sys.__excepthook__(type(error), error, error.__traceback__)
     elif not isinstance(error.code, int | None):
-        sys.stderr.write(f"{error.code}\n")
+        _write(f"{error.code}\n")
+
+
+def _write(text: str) -> None:
+    """Write to the standard error, if the script has left one."""
+    if sys.stderr is not None:
+        sys.stderr.write(text)
 
 
 def _scripts_part(error: BaseException) -> TracebackType | None:

@@ -361,23 +361,27 @@ class PeerRequests:
 
     def _ask(self, index: int, assembly: messages.Assembly, found: dict[int, Inventory | HoldfastError]) -> None:
         try:
-            caller = dial(
-                assembly.addresses[index],
-                greeting(self._state, assembly),
-                timeout_s=ASK_PEER_TIMEOUT_S,
-                on_push=_ignore,
-                on_lost=_ignore,
-                security=self._state.security,
-            )
-            try:
-                reply, _ = caller.call(messages.TakeInventory(wide=False), timeout_s=ASK_PEER_TIMEOUT_S)
-            finally:
-                caller.close()
+            reply = self._call(index, assembly, messages.TakeInventory(wide=False))
         except HoldfastError as error:
             found[index] = error
             return
         strange = KeeperError("answered something else")
         found[index] = reply.inventory if isinstance(reply, messages.InventoryReply) else strange
+
+    def _call(self, index: int, assembly: messages.Assembly, request: messages.AnyMessage) -> messages.AnyMessage:
+        """Returns what another keeper answers, by a connection for this alone."""
+        caller = dial(
+            assembly.addresses[index],
+            greeting(self._state, assembly),
+            timeout_s=ASK_PEER_TIMEOUT_S,
+            on_push=_ignore,
+            on_lost=_ignore,
+            security=self._state.security,
+        )
+        try:
+            return caller.call(request, timeout_s=ASK_PEER_TIMEOUT_S)[0]
+        finally:
+            caller.close()
 
     def condemn(self, request: messages.Condemn) -> None:
         """A copy failed its digest: it is not offered any more. Another node's is passed on to it."""
@@ -389,24 +393,9 @@ class PeerRequests:
         elif request.node == state.node:
             state.condemn(request.version, request.bundle_id, request.reason)
         elif assembly is not None and 0 <= request.node < len(assembly.addresses):
-            self._pass_on(request, assembly)
+            self._call(request.node, assembly, request)
         else:
             raise KeeperError(f"node {request.node} is not part of the job")
-
-    def _pass_on(self, request: messages.Condemn, assembly: messages.Assembly) -> None:
-        hello, address = greeting(self._state, assembly), assembly.addresses[request.node]
-        caller = dial(
-            address,
-            hello,
-            timeout_s=ASK_PEER_TIMEOUT_S,
-            on_push=_ignore,
-            on_lost=_ignore,
-            security=self._state.security,
-        )
-        try:
-            caller.call(request, timeout_s=ASK_PEER_TIMEOUT_S)
-        finally:
-            caller.close()
 
 
 def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inventory:

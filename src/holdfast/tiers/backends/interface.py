@@ -2,8 +2,8 @@
 
 `storage` is the consumer and owns this interface; `local` is the directory behind it, `object_store` the bucket. Names
 are relative and have one or two segments (`holdfast.json`, `<version>/<file>`). A backend knows nothing of versions, and
-every verb may be repeated: doing it twice is doing it once. A retry, a limit or a planted fault is a wrapper with these
-same verbs; `urls` stacks them. What the verbs promise is checked by `testing.contracts.backend`, for any backend.
+every verb may be repeated: doing it twice is doing it once. A retry or a limit is a `Wrapper` with these same verbs; `open_url` stacks them. What the
+verbs promise is checked by `testing.contracts.backend`, for any backend.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from holdfast.base.errors import UsageError
 from holdfast.core.model import NAME_PATTERN
 from holdfast.tiers.backends.parallel_streams import MOST_STREAMS
+
+T = TypeVar("T")
 
 # Where files lie until they are whole. May be listed and deleted from, never read.
 TEMPORARY = ".tmp"
@@ -128,6 +130,57 @@ class Backend(Protocol):
 
     def delete(self, *names: str) -> None:
         """Removes files in this order, durably. `x/` removes a directory that is empty. What is not there is fine."""
+
+
+class Wrapper(ABC):
+    """A backend around another one: every verb goes through `_call`."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+
+    @abstractmethod
+    def _call(self, verb: Callable[[], T]) -> T:
+        """Returns what the verb of the inner backend returns."""
+
+    @property
+    def properties(self) -> Properties:
+        """Those of what is wrapped."""
+        return self._inner.properties
+
+    def prepare(self) -> None:
+        """See Backend."""
+        self._call(self._inner.prepare)
+
+    def put(
+        self,
+        name: str,
+        chunks: Iterable[memoryview],
+        *,
+        stamp: str,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """See Backend."""
+        self._call(lambda: self._inner.put(name, chunks, stamp=stamp, progress=progress))
+
+    def create(self, name: str, data: bytes, *, stamp: str) -> bool:
+        """See Backend."""
+        return self._call(lambda: self._inner.create(name, data, stamp=stamp))
+
+    def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        """See Backend."""
+        return self._call(lambda: self._inner.read(name, offset=offset, length=length))
+
+    def read_into(self, name: str, view: memoryview, *, offset: int = 0) -> int:
+        """See Backend."""
+        return self._call(lambda: self._inner.read_into(name, view, offset=offset))
+
+    def listing(self, directory: str) -> list[tuple[str, int]]:
+        """See Backend."""
+        return self._call(lambda: self._inner.listing(directory))
+
+    def delete(self, *names: str) -> None:
+        """See Backend."""
+        self._call(lambda: self._inner.delete(*names))
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Trying again what may pass by itself: the one retry loop around a backend.
 
 Only StorageBusy is tried again, because only an object store says it, and only its verbs are safe to repeat after an
-error: on a file system an error of fsync must never be followed by another try on the same file (see `files`). Attempts
+error: on a file system an error of fsync must never be followed by another try on the same file (see `posix_io`). Attempts
 and time are bounded; pauses double, with jitter so that a thousand nodes do not come back in step.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast.base.errors import StorageBusy
-from holdfast.tiers.backends.interface import Backend, Properties
+from holdfast.tiers.backends.interface import Backend, Wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,10 @@ class Policy:
         return min(self.max_pause_s, self.first_pause_s * 2.0 ** (failures - 1)) * (0.5 + jitter / 2)
 
 
-class Retrying:
+class Retrying(Wrapper):
     """A backend that tries again. Any thread may call it.
+
+    After a lost reply `create` answers False, "the same was there before", which means success too.
 
     Args:
         inner: what is called.
@@ -53,51 +55,11 @@ class Retrying:
     """
 
     def __init__(self, inner: Backend, policy: Policy = Policy(), *, sleep: Callable[[float], None] = time.sleep):
-        self._inner = inner
+        super().__init__(inner)
         self._policy = policy
         self._sleep = sleep
 
-    @property
-    def properties(self) -> Properties:
-        """Those of what is wrapped."""
-        return self._inner.properties
-
-    def prepare(self) -> None:
-        """See Backend."""
-        self._again(self._inner.prepare)
-
-    def put(
-        self,
-        name: str,
-        chunks: Iterable[memoryview],
-        *,
-        stamp: str,
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        """See Backend."""
-        self._again(lambda: self._inner.put(name, chunks, stamp=stamp, progress=progress))
-
-    def create(self, name: str, data: bytes, *, stamp: str) -> bool:
-        """See Backend. After a lost reply the answer is False, "the same was there before": both mean success."""
-        return self._again(lambda: self._inner.create(name, data, stamp=stamp))
-
-    def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        """See Backend."""
-        return self._again(lambda: self._inner.read(name, offset=offset, length=length))
-
-    def read_into(self, name: str, view: memoryview, *, offset: int = 0) -> int:
-        """See Backend."""
-        return self._again(lambda: self._inner.read_into(name, view, offset=offset))
-
-    def listing(self, directory: str) -> list[tuple[str, int]]:
-        """See Backend."""
-        return self._again(lambda: self._inner.listing(directory))
-
-    def delete(self, *names: str) -> None:
-        """See Backend."""
-        self._again(lambda: self._inner.delete(*names))
-
-    def _again(self, verb: Callable[[], T]) -> T:
+    def _call(self, verb: Callable[[], T]) -> T:
         started, failures = time.monotonic(), 0
         while True:
             try:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
-from holdfast.adapters.zero_lines.loop import Count, close, differs, is_foreign, is_refused, say, unknown
+from holdfast.adapters.zero_lines.loop import Count, close, differs, is_foreign, is_refused, ranks, say, unknown
 from holdfast.adapters.zero_lines.nested.nested_items import Items
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Looker, Untouched, is_function
 from holdfast.adapters.zero_lines.nested.nested_objects import collect
@@ -143,11 +143,7 @@ class KeptLoops:
 
     def _begin(self, site: Site, frame: FrameType) -> Entry | None:
         """Returns the outermost loop if all is kept; None, and a reason told, if anything is unsure on any rank."""
-        try:
-            group = collectives.ranks()
-        except UsageError as error:
-            say(str(error.what))
-            self._events.emit("script_refused", reason=str(error.what))
+        if (group := ranks(self._events)) is None:
             return None
         if self._modules and group.rank == 0:
             say(f"the loop that trains stands in {frame.f_code.co_filename}, of which all lines are that are named")

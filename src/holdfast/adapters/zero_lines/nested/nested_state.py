@@ -22,7 +22,6 @@ from holdfast.adapters.zero_lines.nested.nested_look import Entry, Lost
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.plain_values import has_set, is_plain
-from holdfast.base.errors import MismatchError
 from holdfast.checkpoint.entries import carried_tensors, living_gradients
 from holdfast.checkpoint.entries.carried_tensors import is_carried
 from holdfast.checkpoint.entries.rng import ProcessRandomness
@@ -43,7 +42,6 @@ class NestedState(Doubts):
 
     Attributes:
         restored: the version that was loaded; None if there is none.
-        refused: why a version was not taken.
         stepped: the parameters that the optimizers step.
         objects: all that is kept.
         randomness: that the outermost loop began with.
@@ -53,17 +51,16 @@ class NestedState(Doubts):
     """
 
     def __init__(self, nest: Nest, outermost: Entry, began: dict[str, str], group: collectives.Ranks) -> None:
-        super().__init__(group)
-        self._nest, self._outermost, self._began = nest, outermost, began
+        super().__init__(group, began)
+        self._nest, self._outermost = nest, outermost
         self.restored: dict[str, Any] | None = None
-        self.refused = ""
         self.stepped: Sequence[torch.Tensor] = ()
         self.objects: Sequence[Any] = ()
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
         self.generators: dict[str, Generator] = {}
         self.rehearsed = False
-        self._noted: dict[str, Any] = {
+        self._noted = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
             "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {}, "data": {}, "who": self.who,
             "generators": {},
@@ -171,19 +168,8 @@ class NestedState(Doubts):
                 self.doubt(f"{name!r} is carried from one turn to the next, and {held}")
         return carried, lost
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what was noted last."""
-        return self._noted
-
-    def holdfast_accepts(self, state: Any) -> None:
-        """Looks at a version before anything of it is loaded.
-
-        Raises:
-            MismatchError: it is not of these loops, or cannot be right.
-        """
-        self.refused = self._why_not(state) if isinstance(state, dict) else ""
-        if self.refused:
-            raise MismatchError(self.refused, where=f"the loop of line {self._outermost.site.line}")
+    def _loop_name(self) -> str:
+        return f"the loop of line {self._outermost.site.line}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Notes the version; its plain values are put in place where the innermost loop begins."""
@@ -275,14 +261,8 @@ class NestedState(Doubts):
         taken, size = state["position"][0][1], entry.items.size
         if size is not None and (taken >= size if entry.site.outer else taken > size):
             return f"{taken} items of the loop of line {entry.site.line} were done, and there are {size}"
-        for path, token in state["began"].items() if self._nest.reads_files else ():
-            if self._began.get(path, token) != token:
-                return (
-                    f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
-                    f"have gone on from a file of its own"
-                )
-        if state.get("who") != self.who:
-            return ""
+        if (why := self._why_not_begun(state)) or state.get("who") != self.who:
+            return why
         return entry.changes.other_data(state.get("data", {}), self._data(state["rows"], state["starts"]))
 
     def _data(self, rows: list[list[Any]], starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""One of two ranks on two nodes: `lost_node_worker.py RANK STORE ROOT LIFE`. In its first life it saves to memory and waits to be killed.
+"""One of two ranks: `begin_anew_worker.py RANK STORE ROOT LIFE CASE`. In its first life it saves to memory and waits to be killed.
 
-Each holds a shard that nobody else holds. With LIFE `required` a checkpoint is.
+CASE `first-version`: rank 0 alone saves. `lost-node`: each rank stands on a node of its own, and holds a shard that nobody else
+holds. With LIFE `required` a checkpoint is.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,14 +21,17 @@ from holdfast.base.errors import HoldfastError
 
 
 def main() -> None:
-    rank, store, root, life = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-    settings = Path(f"{store}-{rank}.toml")
-    settings.write_text(f'node_label = "{"ab"[rank]}"\nredundancy = "none"\ndurable_every = "100000s"\n')
-    os.environ["HOLDFAST_CONFIG"] = str(settings)
+    rank, store, root, life, case = int(sys.argv[1]), *sys.argv[2:]
+    apart = case == "lost-node"
+    if apart:
+        settings = Path(f"{store}-{rank}.toml")
+        settings.write_text(f'node_label = "{"ab"[rank]}"\nredundancy = "none"\ndurable_every = "100000s"\n')
+        os.environ["HOLDFAST_CONFIG"] = str(settings)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    torch.manual_seed(0)
+    torch.manual_seed(0 if apart else rank)
     model = torch.nn.Linear(64, 64)
-    fully_shard(model)
+    if apart:
+        fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer)
     try:
@@ -35,7 +40,12 @@ def main() -> None:
         print(json.dumps({"error": error.what}), flush=True)
         return
     if life == "first":
-        checkpointer.save(0).wait("captured")
+        if apart:
+            checkpointer.save(0).wait("captured")
+        elif rank == 0:
+            checkpointer.save(0)
+            while "sealed" not in json.dumps(checkpointer.keeper_status()["ranks"]["0"]["slots"]):
+                time.sleep(0.01)
         print(json.dumps({"start": start}), flush=True)
         sys.stdin.read()
     report = checkpointer.last_restore
