@@ -181,7 +181,9 @@ class OptimizerPart:
         if self._host_state:
             out.transient(f"{self.name}.host_state", self._host_state, group=self._group)
         for parameter, loose in self._loose.items():
-            rest = {key: self._state[parameter][key] if ref is None else ref for key, ref in loose.items()}
+            # In an order of their own: a restore puts keys in another one than the first step does.
+            ordered = sorted(loose.items(), key=lambda item: str(item[0]))
+            rest = {key: self._state[parameter][key] if ref is None else ref for key, ref in ordered}
             path, group = self._state_path(parameter)
             out.transient(path, rest, group=group)
         more = self._handed.more()

@@ -50,8 +50,14 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: Any) -> bool:
-    """Tell whether an object hands out its state: with methods, and not by a `__getattr__` that answers to every name."""
-    methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
+    """Tell whether an object hands out its state: with methods, and not by a `__getattr__` that answers to every name.
+
+    One that raises another error than AttributeError, as that of many settings (`__getattr__ = dict.__getitem__`), has none either.
+    """
+    try:
+        methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
+    except Exception:  # noqa: BLE001 - it is the user's own
+        return False
     return not isinstance(value, type) and all(map(callable, methods))
 
 
