@@ -20,7 +20,7 @@ import xxhash
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
+from holdfast.checkpoint.entries.entries import Collector, Loading, NotedPart
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", 
 Modes: TypeAlias = dict[str, Any]
 
 
-class ModesPart(TransientPart):
+class ModesPart(NotedPart):
     """The modes of all modules of one rank; a checkpoint need not have them.
 
     Args:
