@@ -375,6 +375,45 @@ CASES = {
         between="first = ckpt.carry('epoch', 0)",
         given=", loader=loader",
     ),
+    "index that decides about reports, and loops of its own": Case(
+        """
+        for epoch in range(first, 2):
+            for i, (x,) in enumerate(loader):
+                loss = train(x)
+                if i % 4 == 0:
+                    for j, (y,) in enumerate(loader2):
+                        if j > 2:
+                            break
+                    def show():
+                        for _ in range(3):
+                            continue
+                        optimizer.zero_grad()
+                if i % 2 == 0:
+                    ckpt.step(start, epoch=epoch)
+                start += 1
+                if i % 4:
+                    continue
+                print(i, loss.item())
+        """,
+        before="loader, loader2 = torch.utils.data.DataLoader(rows, 4), torch.utils.data.DataLoader(rows, 4)",
+        between="first = ckpt.carry('epoch', 0)",
+        given=", loader=loader",
+    ),
+    "index that decides which batches are skipped": Case(
+        """
+        for epoch in range(first, 2):
+            for i, (x,) in enumerate(loader):
+                if i < 2:
+                    continue
+                train(x)
+                ckpt.step(start, epoch=epoch)
+                start += 1
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        between="first = ckpt.carry('epoch', 0)",
+        given=", loader=loader",
+        names=("i",),
+    ),
     "epochs of the number of a step": Case(
         """
         for epoch in range(start // len(loader), 2):

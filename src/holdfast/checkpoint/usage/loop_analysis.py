@@ -98,7 +98,7 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
         frozenset(_drawn(tree)),
         {loop.lineno: tuple(sorted(loaded([loop.iter]))) for loop in loops if isinstance(loop, ast.For)},
         _is_one_more(number, outside, loops, line),
-        {name: found for loop in loops for name, found in _deciding_counts(loop)},
+        {name: found for loop in loops for name, found in _deciding_counts(loop, call, line)},
         _divided_epoch(loops, outside),
         {
             loop.lineno: tuple(sorted(loaded(node.args)))
@@ -287,7 +287,9 @@ def _is_one(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value == 1
 
 
-def _deciding_counts(loop: Loop) -> Iterator[tuple[str, tuple[int, tuple[str, ...]]]]:
+def _deciding_counts(
+    loop: Loop, report: ast.Call | None, line: int
+) -> Iterator[tuple[str, tuple[int, tuple[str, ...]]]]:
     """Yields the index of `for i, batch in enumerate(...)`, if a test that reads it decides about steps or leaves the loop.
 
     One that only decides about what is shown is none, nor is one that begins with a number of the script's.
@@ -304,18 +306,31 @@ def _deciding_counts(loop: Loop) -> Iterator[tuple[str, tuple[int, tuple[str, ..
         if isinstance(node, ast.Assign) and made & loaded([node.value]) and not _calls(node.value) - _PLAIN_CALLS:
             made |= stored(node.targets)
     for node in ast.walk(loop):
-        if isinstance(node, ast.If) and made & loaded([node.test]):
-            within = [part for statement in (*node.body, *node.orelse) for part in ast.walk(statement)]
-            if _DECIDED & {name for part in within for name in _calls(part)} or any(
-                isinstance(part, ast.Break | ast.Continue) for part in within
-            ):
-                yield names[0].id, (node.lineno, tuple(sorted(loaded(head.args[:1]))))
-                return
+        if not isinstance(node, ast.If) or not made & loaded([node.test]):
+            continue
+        if _decides([*node.body, *node.orelse], report, line):
+            yield names[0].id, (node.lineno, tuple(sorted(loaded(head.args[:1]))))
+            return
 
 
 # What a step of training is made of, and what a condition is computed with.
 _DECIDED = {"step", "zero_grad", "backward"}
 _PLAIN_CALLS = {"len", "int", "bool", "float", "min", "max"}
+
+
+def _decides(nodes: Iterable[ast.AST], report: ast.Call | None, line: int, *, leaves: bool = True) -> bool:
+    """Tell whether nodes make a part of a step, or leave the loop or a step of it before the line that reports.
+
+    A report is none, nor is what is only defined there, and a `break` of an inner loop ends that one.
+    """
+    return any(
+        (isinstance(node, ast.Call) and node is not report and _called(node) in _DECIDED)
+        or (leaves and isinstance(node, ast.Break))
+        or (leaves and isinstance(node, ast.Continue) and node.lineno < line)
+        or _decides(ast.iter_child_nodes(node), report, line, leaves=leaves and not isinstance(node, Loop))
+        for node in nodes
+        if not isinstance(node, Function | ast.Lambda | ast.ClassDef)
+    )
 
 
 def _divided_epoch(loops: Sequence[Loop], outside: Iterable[tuple[set[str], ast.expr]]) -> str:
