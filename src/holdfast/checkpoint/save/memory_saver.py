@@ -353,6 +353,8 @@ class Saver:
         except NoSlotYet as error:
             self._leave_out(handle, str(error))
         except KeeperLost as error:
+            if (client := self._link.client) is not None:
+                self._link.heard_nothing(client)  # whatever was asked of it: no later save waits for that again
             self.give_up(handle, f"the keeper is lost: {error.what}")
             self._link.mend()
         except HoldfastError as error:
@@ -497,9 +499,9 @@ class Saver:
         plan = structure.plan(values)
         if plan.num_bytes > self._reserved:
             grow(client, plan, taken.gathered)
-        self._link.unannounced.announce(client)
         version, told = taken.handle.version, list[Begun]()
         try:
+            self._link.unannounced.announce(client)
             slot = client.begin(
                 version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s, ask_again=self._behind(),
                 told=told.append, comes_back=taken.why is Waits.DUE,
