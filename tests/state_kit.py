@@ -40,7 +40,7 @@ def save(state: State) -> Saved:
 
 def restore(state: State, saved: Saved, *, strict: bool = True) -> LoadRecord:
     values = saved.decoded()
-    targets = state.targets(saved.offered(), values, strict=strict)
+    targets = state.create(state.fitting(saved.offered(), values, strict=strict))
     for name, live in targets.items():
         assert live.shard == saved.shards[name]
         live.local.copy_(saved.tensors[name])

@@ -651,6 +651,19 @@ CASES: dict[str, Case] = {
         "parameter groups", pre="more = torch.nn.Linear(4, 4)\n",
         body="if step == 3: optimizer.add_param_group({'params': list(more.parameters())})\nmore(torch.ones(4)).sum().backward()",
     ),
+    "optimizer that keeps a number where it kept a tensor": Case(
+        pre="torch.manual_seed(0)\nmodel = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()\n"
+        "optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5, line_search_fn='strong_wolfe')\n"
+        "x = torch.randn(30, 3).double()\ny = (x ** 2).sum(1, keepdim=True)\ndef closure():\n    optimizer.zero_grad()\n"
+        "    loss = (model(x) - y).square().mean() + 1e-4 * sum(p.square().sum() for p in model.parameters())\n"
+        "    loss.backward()\n    return loss",
+        step="loss = optimizer.step(closure)", shown="step, loss.item()",
+    ),
+    "settings whose attributes are their items": Case(
+        pre="class Settings(dict):\n    __getattr__ = dict.__getitem__\n    __setattr__ = dict.__setitem__\n"
+        "settings = Settings(n=1, of=Settings(m=2))",
+        body="settings.n += 1\nsettings.of.m += step", scale="settings.n + settings.of.m", shown="settings",
+    ),
     "gradients that are never cleared": Case(step=STEP.replace("optimizer.zero_grad()\n", "")),
     "gradients that are cleared late": Case(
         step="loss = model(torch.randn(2, 4)).square().mean() * {scale}\nloss.backward()\n"

@@ -84,6 +84,29 @@ for step in range(start, 8):
 CASES = {
     "the readme": Case(PLAIN),
     "a script without functions": Case(PLAIN, in_function=False),
+    "objects that raise when they are asked": Case(
+        """
+        for step in range(start, 8):
+            settings.n = step
+            odd.seen = step
+            train(batch())
+            ckpt.step(step)
+        """,
+        before="""
+        class Settings(dict):
+            __getattr__ = dict.__getitem__
+            __setattr__ = dict.__setitem__
+        class Odd:
+            seen = 0
+            __hash__ = None
+            def __getattr__(self, name):
+                raise RuntimeError(name)
+            def __eq__(self, other):
+                raise TypeError
+            __bool__ = __len__ = __repr__ = __eq__
+        settings, odd = Settings(n=1), Odd()
+        """,
+    ),
     "a while loop": Case(
         """
         while step < 8:

@@ -133,7 +133,7 @@ def test_another_dtype_or_box_is_refused() -> None:
     offered["model.0.weight"] = SavedTensor("F64", (4, 4), (Extent((0, 0), (4, 4)),))
     offered["model.1.weight"] = SavedTensor("F32", (4, 4), (Extent((2, 0), (2, 4)),))
     with pytest.raises(MismatchError) as caught:
-        state_of(given).targets(offered, saved.decoded())
+        state_of(given).fitting(offered, saved.decoded())
     assert "saved as F64, here F32" in str(caught.value)
     assert "this rank holds (0, 0)+(4, 4), the checkpoint offers (2, 0)+(2, 4)" in str(caught.value)
     assert not given["optimizer"].state
@@ -145,7 +145,9 @@ def test_pieces_that_make_up_the_tensor_are_accepted() -> None:
     offered = saved.offered()
     halves = (Extent((0, 0), (1, 4)), Extent((1, 0), (3, 4)))
     offered["model.0.weight"] = SavedTensor("F32", (4, 4), halves)
-    assert state_of(given).targets(offered, saved.decoded())["model.0.weight"].shard.extent == Extent((0, 0), (4, 4))
+    state = state_of(given)
+    targets = state.create(state.fitting(offered, saved.decoded()))
+    assert targets["model.0.weight"].shard.extent == Extent((0, 0), (4, 4))
 
 
 def test_not_strict_loads_what_fits_and_reports_the_rest() -> None:
@@ -248,7 +250,7 @@ def test_apply_wants_what_targets_gave() -> None:
     state = state_of(objects(steps=0))
     with pytest.raises(UsageError, match="asked for last"):
         state.apply(saved.decoded(), {})
-    targets = state.targets(saved.offered(), saved.decoded())
+    targets = state.create(state.fitting(saved.offered(), saved.decoded()))
     with pytest.raises(UsageError, match="asked for last"):
         state.apply(saved.decoded(), {"model.0.weight": targets["model.0.weight"]})
 
@@ -258,7 +260,7 @@ def test_a_second_plan_replaces_the_first() -> None:
     older, newer = save(state_of(objects(steps=0))), save(state_of(objects(steps=2)))
     given = objects(steps=0)
     state = state_of(given)
-    state.targets(newer.offered(), newer.decoded())
+    state.create(state.fitting(newer.offered(), newer.decoded()))
     assert given["optimizer"].state
     restore(state, older)
     assert not given["optimizer"].state
@@ -287,7 +289,7 @@ def test_values_of_another_kind_are_refused(path: str, value: Any) -> None:
     damaged = {**saved.decoded()[0,], path: value}
     given = objects(extra={"n": 1}, steps=0)
     with pytest.raises(MismatchError) as caught:
-        state_of(given).targets(saved.offered(), {(0,): damaged})
+        state_of(given).fitting(saved.offered(), {(0,): damaged})
     assert path in str(caught.value)
     assert not given["optimizer"].state
 
@@ -296,4 +298,4 @@ def test_a_shape_without_its_bytes_takes_no_memory() -> None:
     saved = save(state_of(objects(optimizer="LBFGS", steps=0)))
     offered = {**saved.offered(), "rng.torch": SavedTensor("U8", (1 << 60,), (Extent((0,), (8,)),))}
     with pytest.raises(MismatchError, match=r"rng.torch \(parts of shape"):
-        state_of(objects(optimizer="LBFGS", steps=0)).targets(offered, saved.decoded())
+        state_of(objects(optimizer="LBFGS", steps=0)).fitting(offered, saved.decoded())

@@ -339,6 +339,8 @@ def test_gradients_may_come_later() -> None:
     expected = step(), step()
     restore(state, saved)
     assert set(optimizer.state) == set(model[0].parameters())
+    assert not model[1].weight.requires_grad  # as it was then
+    model[1].requires_grad_(True)
     assert all(torch.equal(wanted, step()) for wanted in expected)
 
 

@@ -245,7 +245,7 @@ def test_memory_lies_as_it_did_in_objects_that_are_made_anew() -> None:
     for hostile in ({"thing.m": "x"}, {"thing.m": [0, 0, 1]}, {"thing.m": [True, 0, 2]}, {"thing.m": [0]}):
         state = start({"thing": Holder(None)})
         values = {(0,): {**saved.decoded()[0,], "memory_order": hostile}}
-        assert state.targets(saved.offered(), values)["thing.m"].local.is_contiguous()
+        assert state.create(state.fitting(saved.offered(), values))["thing.m"].local.is_contiguous()
 
 
 @pytest.mark.parametrize("name", ["ndarray", "pairs", "deque", "torch.Size", "torch.dtype", "torch.device"])

@@ -126,7 +126,7 @@ def test_handed_out_state_of_another_form_is_refused(value: Any) -> None:
     state = start(training(lambda m: Lookahead(m.parameters()))()[0])
     damaged = {**saved.decoded()[0,], "optimizer.state_dict": value}
     with pytest.raises(MismatchError, match=r"optimizer\.state_dict"):
-        state.targets(saved.offered(), {(0,): damaged})
+        state.create(state.fitting(saved.offered(), {(0,): damaged}))
 
 
 def test_an_object_in_the_state_is_named_at_every_save() -> None:

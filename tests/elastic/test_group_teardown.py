@@ -139,7 +139,12 @@ def test_broken_group_errors_are_known_by_type_or_text() -> None:
         worker_main.looks_broken(RuntimeError("[../gloo/transport/tcp/pair.cc:544] Connection closed by peer")) is True
     )
     assert worker_main.looks_broken(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is False
+    traceback = "".join(f'  File "layer_{number}.py", line {number}, in forward\n' for number in range(99))
+    assert worker_main.looks_broken(RuntimeError(f"{traceback}Connection closed by peer")) is True
     assert worker_main.looks_broken(ValueError("socket")) is False, "the script's own"
+    assert worker_main.looks_broken(type("SocketsLeft", (RuntimeError,), {})("planted")) is False, (
+        "its name says nothing"
+    )
     follows = ValueError("no batch")
     follows.__cause__ = torch.distributed.DistNetworkError("no route")
     assert worker_main.looks_broken(follows) is True

@@ -230,7 +230,7 @@ class RankCheckpoints:
             for name, e in parts.entries.items()
         }
         # Not strict, for what is each rank's own is not in the file.
-        targets = self._state.targets(saved, parts.values, strict=False)
+        targets = self._state.create(self._state.fitting(saved, parts.values, strict=False))
         for name, live in targets.items():
             if live.local.numel():
                 live.local.copy_(_tensor(parts.data[name], parts.entries[name]))

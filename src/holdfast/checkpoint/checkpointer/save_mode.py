@@ -68,13 +68,7 @@ def reserved(
             reason = str(error)
         else:
             return saver
-    direct = DirectSaver(state, link, job, storage, reason=reason, config=config, events=events)
-    try:
-        collectives.together(group, direct.begin)
-    except BaseException:
-        direct.close()
-        raise
-    return direct
+    return DirectSaver(state, link, job, storage, reason=reason, config=config, events=events).begin_together()
 
 
 def _cut_off(job: Job, link: KeeperLink) -> str:

@@ -137,11 +137,8 @@ class StorageFallback:
         try:
             while last.reached < Level.CAPTURED and time.monotonic() < deadline:
                 trouble = self._trouble(saver, is_unsure=True)
-                if self._boards is None:
+                if (last_one := self._meeting(0)) is None:
                     return bool(trouble) and self._down(run, saver, trouble)
-                last_one = FallbackState(
-                    self._boards(0), rank=self._job.group.rank, world_size=self._job.group.world_size
-                )
                 decided, why = last.durable
                 lost = f"{last.version} is given up: {why}" if decided and why else ""
                 if last_one.meets_at_the_end(trouble or lost):
@@ -153,11 +150,10 @@ class StorageFallback:
 
     def stays_away(self, run: Run) -> None:
         """This rank cannot make the last save again: the others must not wait for it when they do."""
-        if self._boards is None or run.saver.memory is None:
+        if (last_one := self._meeting(0)) is None or run.saver.memory is None:
             return
-        group = self._job.group
         try:
-            FallbackState(self._boards(0), rank=group.rank, world_size=group.world_size).give_up()
+            last_one.give_up()
         except RuntimeError as error:  # of torch's store
             logger.warning("the other ranks may wait for this one at their end: %s", error)
 
@@ -206,10 +202,12 @@ class StorageFallback:
 
     def _new_descent(self) -> FallbackState | None:
         self._number += 1
-        if self._boards is None:
-            return None
-        group = self._job.group
-        return FallbackState(self._boards(self._number), rank=group.rank, world_size=group.world_size)
+        return self._meeting(self._number)
+
+    def _meeting(self, number: int) -> FallbackState | None:
+        """The meeting of this number; 0 is that at the end. None for one rank, which needs none."""
+        rank, size = self._job.group.rank, self._job.group.world_size
+        return FallbackState(self._boards(number), rank=rank, world_size=size) if self._boards is not None else None
 
     # Down and up. Collective.
 
@@ -218,12 +216,7 @@ class StorageFallback:
         reason = trouble or (self._descent.reason if self._descent is not None else "")
         direct = DirectSaver(
             self._state, self._link, self._job, self._storage, reason=reason, config=self._config, events=self._events
-        )
-        try:
-            collectives.together(self._job.group, direct.begin)
-        except HoldfastError:
-            direct.close()
-            raise
+        ).begin_together()
         self._withdraw(run, saver)
         direct.keeps_link = True
         direct.restart(self._link.resumed.version if self._link.resumed is not None else None)

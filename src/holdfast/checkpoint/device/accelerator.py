@@ -329,19 +329,29 @@ def wait(events: tuple[torch.Event, ...], deadline_s: float) -> bool:
     return True
 
 
+def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """Return where tensors lie that are not in host memory."""
+    return {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+
+
+def record(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:
+    """Return events behind all that this thread has queued for the devices until now."""
+    return {d: device_of(d.type).record(device_of(d.type).current_stream(d)) for d in devices}
+
+
 def caught_up(tensors: Iterable[torch.Tensor], deadline_s: float) -> bool:
     """Waits at most so many seconds until the devices of `tensors` have done all that this thread queued for them.
 
     MUST come before the host reads a device's memory: that read would wait as well, for a device that hangs without an end,
     and hear no signal. A device in error never catches up. True if all tensors are in host memory.
     """
-    return all_done({tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}, deadline_s)
+    return all_done(devices_of(tensors), deadline_s)
 
 
 def all_done(devices: Iterable[torch.device], deadline_s: float) -> bool:
     """Waits at most so many seconds until the devices have done all that this thread queued for them; else as `caught_up`."""
     try:
-        events = tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in devices)
+        events = tuple(record(devices).values())
     except RuntimeError as error:
         logger.info("a device does not work any more: %s", error)
         return False
@@ -360,7 +370,7 @@ class Behind:
             if self._events is None:
                 interface = in_use()
                 devices = interface.with_memory() if interface is not None else []
-                self._events = tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in devices)
+                self._events = tuple(record(devices).values())
             return not all(event.query() for event in self._events)
         except RuntimeError as error:
             logger.info("a device does not work any more: %s", error)

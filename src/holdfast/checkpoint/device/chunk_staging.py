@@ -18,7 +18,7 @@ import torch
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.device import accelerator
-from holdfast.checkpoint.device.accelerator import device_of
+from holdfast.checkpoint.device.accelerator import device_of, devices_of, record
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,7 @@ class Starts:
     """Events behind all that was queued for the tensors until now: nobody may fill them before. Made in the caller's thread."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        found = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-        self.events = {d: device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found}
+        self.events = record(devices_of(tensors))
 
 
 class Staging:

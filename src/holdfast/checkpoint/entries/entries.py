@@ -532,15 +532,10 @@ class Part(Protocol):
 
 
 class TransientPart:
-    """A part of one save: nothing of it lasts, and what was restored is kept until somebody asks for it.
-
-    Attributes:
-        restored: what the version that was restored has; empty if it has nothing.
-    """
+    """A part of which nothing lasts: it is made anew at every save."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.restored: dict[str, Any] = {}
 
     def build(self, out: Collector) -> None:
         """Nothing lasts."""
@@ -551,6 +546,23 @@ class TransientPart:
 
     def create(self, loading: Loading) -> None:
         """Nothing to make."""
+
+    def offered(self, loading: Loading) -> dict[str, Any] | None:
+        """Returns what a checkpoint has, if it is a dict of which all entries are there."""
+        found = loading.offered(self.name)
+        return found if isinstance(found, dict) and all(name in loading.saved for name in references(found)) else None
+
+
+class NotedPart(TransientPart):
+    """A part of one save: what was restored is kept until somebody asks for it.
+
+    Attributes:
+        restored: what the version that was restored has; empty if it has nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.restored: dict[str, Any] = {}
 
     def apply(self, loading: Loading) -> None:
         """Only notes it: what it means is the caller's."""

@@ -36,7 +36,6 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.entries import fsdp1, living_gradients
 from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
-from holdfast.checkpoint.entries.pytree import references
 from holdfast.checkpoint.entries.sharding import Layouts, local_of
 
 logger = logging.getLogger(__name__)
@@ -191,9 +190,8 @@ class GradientsPart(TransientPart):
 
     def plan(self, loading: Loading) -> None:
         """Claims it if it is there. What another rank, or this one in another layout, had of other parts is left."""
-        offered = loading.offered(self.name)
         self._left = ""
-        if not isinstance(offered, dict) or not all(name in loading.saved for name in references(offered)):
+        if (offered := self.offered(loading)) is None:
             return
         places = {str(number): self._place(p, loading.layouts) for number, p in enumerate(self._parameters().values())}
         if all(places.get(number) == place for number, place in offered.get("of", {}).items()):

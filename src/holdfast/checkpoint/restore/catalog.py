@@ -16,8 +16,8 @@ come first. Pure with regard to training; called by `checkpoint.restore.reshard`
 from __future__ import annotations
 
 import re
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from holdfast.checkpoint.entries.types import SavedTensor
 from holdfast.core.layout import reshard
 from holdfast.core.model import BundleRef, Seal
 from holdfast.tiers.format.image import Entry, Image
-from holdfast.tiers.format.values import TensorRef
+from holdfast.tiers.format.values import TensorRef, renamed
 
 _OWNED = re.compile(r"rank(\d+)/(.*)", re.DOTALL)
 
@@ -235,7 +235,7 @@ class Catalogue:
             common = [(None, next((value for ref, value in plain if ref.has(rank)), plain[0][1]))]
         elif owned and not self.is_random(path):
             first = min(owned)
-            trees = [_with_names(tree, lambda name: self.split(name)[1]) for tree in owned.values()]
+            trees = [renamed(tree, lambda name: self.split(name)[1]) for tree in owned.values()]
             if all(tree == trees[0] for tree in trees):
                 common = [(first, owned[first])]
         own: list[tuple[int | None, Any]] = [(rank, owned[rank])] if rank in owned else []
@@ -253,19 +253,7 @@ class Catalogue:
             owner, path = self.split(name)
             return name if owner is None else f"rank{rank}/{path}"
 
-        return _with_names(tree, rename)
-
-
-def _with_names(tree: Any, rename: Callable[[str], str]) -> Any:
-    """The same tree with other names in its references."""
-    kind = type(tree)
-    if kind is TensorRef:
-        return TensorRef(rename(tree.name))
-    if kind is dict or kind is OrderedDict:
-        return kind((key, _with_names(item, rename)) for key, item in tree.items())
-    if kind is list or kind is tuple:
-        return kind(_with_names(item, rename) for item in tree)
-    return tree
+        return renamed(tree, rename)
 
 
 def under_other_name(name: str, first: str, other: str) -> str | None:
@@ -312,6 +300,6 @@ def merged_groups(
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     def bare(tree: Mapping[str, Any]) -> Any:
-        return _with_names(dict(tree), lambda name: _OWNED.sub(r"\2", name))
+        return renamed(dict(tree), lambda name: _OWNED.sub(r"\2", name))
 
     return bool(bare(one) == bare(other))

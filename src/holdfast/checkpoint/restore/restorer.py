@@ -347,9 +347,7 @@ class Restorer:
         logger.info("loading %s, saved by %d ranks, into another layout", choice.version, choice.world_size)
         other = self.reading(choice)
         num_bytes = sum(live.local.nbytes for live in self._state.gather().tensors.values())
-        meter = Meter(
-            num_bytes, lambda done, seconds: self._say(choice.version, progress_text(done, num_bytes, seconds))
-        )
+        meter = _meter(choice.version, num_bytes)
         loaded = other.load(choice, meter.add)
         if loaded is not None:
             rank, nodes = self._job.group.rank, self._job.topology.nodes
@@ -422,16 +420,11 @@ class Restorer:
         loaded.tensors = self._state.create(fitting.loading)
         num_bytes = sum(located.seal.length for located in loaded.located)
         started = time.perf_counter()
-        meter = Meter(
-            num_bytes, lambda done, seconds: self._say(choice.version, progress_text(done, num_bytes, seconds))
-        )
+        meter = _meter(choice.version, num_bytes)
         bad = fill.fill(fitting.sources, loaded.tensors, meter.add, patience_s=self._timeout_s)
         loaded.fill_seconds = time.perf_counter() - started
         self._read_bytes = sum(item.unread.stored_bytes for item in loaded.located if item.unread is not None)
         loaded.faults += [fault_of(name, fitting.nodes[name], why) for name, why in bad.items()]
-
-    def _say(self, version: Version, how_far: str) -> None:
-        logger.info("verifying and copying %s: %s", version, how_far)
 
     # The end.
 
@@ -486,6 +479,12 @@ class Restorer:
             sources=loaded.ways,
             why=version_choice.explain(loaded.ways, sizes),
         )
+
+
+def _meter(version: Version, num_bytes: int) -> Meter:
+    """Return what says in the log how far so many bytes are."""
+    what = "verifying and copying %s: %s"
+    return Meter(num_bytes, lambda done, seconds: logger.info(what, version, progress_text(done, num_bytes, seconds)))
 
 
 def _ways(fetches: Iterable[Fetch], located: Iterable[Located], nodes: Sequence[str]) -> dict[str, str]:

@@ -101,6 +101,15 @@ class DirectSaver:
         self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
         self.fence.guard(state.optimizers, state.stepped)
 
+    def begin_together(self) -> DirectSaver:
+        """Begins on all ranks, or on none; returns itself. Collective."""
+        try:
+            collectives.together(self._job.group, self.begin)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
     def begin(self) -> None:
         """Says once, loudly, how this job saves, and refuses what cannot be saved before anything is trained.
 

@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.device import accelerator
-from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
-from holdfast.checkpoint.entries.pytree import flatten, references, with_parts
+from holdfast.checkpoint.entries.entries import Collector, Loading, NotedPart
+from holdfast.checkpoint.entries.pytree import flatten, with_parts
 from holdfast.tiers.format import values as value_codec
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _DEVICES = ":devices"  # no name: on which device each tensor was that was not in host memory
 
 
-class CarriedPart(TransientPart):
+class CarriedPart(NotedPart):
     """The values of one rank, which are its own.
 
     Args:
@@ -115,8 +115,7 @@ class CarriedPart(TransientPart):
 
     def plan(self, loading: Loading) -> None:
         """Claims them if they are there: in another layout they may be those of other ranks, and are left."""
-        offered = loading.offered(self.name)
-        if isinstance(offered, dict) and all(name in loading.saved for name in references(offered)):
+        if self.offered(loading) is not None:
             loading.claim_value(self.name, kind=dict)
 
     def apply(self, loading: Loading) -> None:

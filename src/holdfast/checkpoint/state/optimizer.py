@@ -9,8 +9,8 @@ no other. The rest is this rank's own.
 
 State that does not exist before the first step is created through `load_state_dict`, so that an optimizer's own way
 of taking state is respected; dtypes and objects are put right afterwards, because `load_state_dict` casts state to the
-parameter's dtype and a restore must not change a bit. What a class, a wrapper or hooks hand out besides is in `handed.py`,
-optimizers inside others in `inside.py`.
+parameter's dtype and a restore must not change a bit. What a class, a wrapper or hooks hand out besides is in `optimizer_extras.py`,
+optimizers inside others in `nested_optimizers.py`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ class OptimizerPart:
         if self._host_state:
             out.transient(f"{self.name}.host_state", self._host_state, group=self._group)
         for parameter, loose in self._loose.items():
-            rest = {key: self._state[parameter][key] if ref is None else ref for key, ref in loose.items()}
+            # In an order of their own: a restore puts keys in another one than the first step does.
+            ordered = sorted(loose.items(), key=lambda item: str(item[0]))
+            rest = {key: self._state[parameter][key] if ref is None else ref for key, ref in ordered}
             path, group = self._state_path(parameter)
             out.transient(path, rest, group=group)
         more = self._handed.more()

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from holdfast.base.errors import UsageError
-from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart, templates
+from holdfast.checkpoint.entries.entries import Collector, Loading, NotedPart, TransientPart, templates
 from holdfast.checkpoint.entries.pytree import Emit, flatten, unflatten
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness
 from holdfast.checkpoint.entries.types import LiveTensor
@@ -50,12 +50,18 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: Any) -> bool:
-    """Tell whether an object hands out its state: with methods, and not by a `__getattr__` that answers to every name."""
-    methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
+    """Tell whether an object hands out its state: with methods, and not by a `__getattr__` that answers to every name.
+
+    One that raises another error than AttributeError, as that of many settings (`__getattr__ = dict.__getitem__`), has none either.
+    """
+    try:
+        methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
+    except Exception:  # noqa: BLE001 - it is the user's own
+        return False
     return not isinstance(value, type) and all(map(callable, methods))
 
 
-class StatefulPart:
+class StatefulPart(TransientPart):
     """A scheduler, a loader, random number generators, any object of the user.
 
     Args:
@@ -64,17 +70,10 @@ class StatefulPart:
     """
 
     def __init__(self, name: str, stateful: Stateful) -> None:
-        self.name = name
+        super().__init__(name)
         self.random = isinstance(stateful, GeneratorState | OwnRandomness | ProcessRandomness)
         self._object = stateful
         self._of_ranks: list[Any] | None = None
-
-    def build(self, out: Collector) -> None:
-        """Nothing lasts: what `state_dict()` returns may be new each time."""
-
-    def unchanged(self) -> bool:
-        """Always: there is nothing that lasts."""
-        return True
 
     def report(self, out: Collector) -> None:
         """Asks the object for its state."""
@@ -94,9 +93,6 @@ class StatefulPart:
             return
         now = templates(loading.layouts, self.name, self._object.state_dict())
         loading.claim_value(self.name, templates=now)
-
-    def create(self, loading: Loading) -> None:
-        """Nothing: the object makes its own state."""
 
     def apply(self, loading: Loading) -> None:
         """Hands the saved state to the object."""
@@ -197,7 +193,7 @@ def _apart(emit: Emit) -> Emit:
     return take
 
 
-class InfoPart(TransientPart):
+class InfoPart(NotedPart):
     """Holds what a caller wrote beside one save (`Checkpointer.save(info=...)`); a checkpoint need not have it.
 
     Attributes:

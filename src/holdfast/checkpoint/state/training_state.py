@@ -5,16 +5,17 @@ How it is used, by `checkpoint.checkpointer.checkpointer` and its neighbours:
     state = State({"model": model, "optimizer": optimizer, ...}, rank=0, world_size=4, replicated=["ema.*"])
     shards = state.predict()              # shards to reserve memory for, with the optimizer state to come, or None
     gathered = state.gather()             # at every save, outside a step; see Gathered for what may be reused
-    targets = state.targets(saved, values, strict=True)    # saved: name -> SavedTensor, values: as in Gathered
+    loading = state.fitting(saved, values, strict=True)    # saved: name -> SavedTensor, values: as in Gathered
+    targets = state.create(loading)       # once it fits on all ranks
     ...                                   # fill targets[name].local in place with the bytes of `shard.extent`
     record = state.apply(values, targets)  # only when every target holds verified bytes
 
 Tensors are never copied here: `local` shares memory with training. A part whose objects are unchanged is not looked at
-again; see `watch.py` for what counts as a change. `gather` calls no collective and waits for no device. `targets`
-changes nothing when it raises; when it returns, optimizer state that was missing may exist with undefined content, so a
+again; see `change_detection.py` for what counts as a change. `gather` calls no collective and waits for no device. `fitting`
+changes nothing. Behind `create` optimizer state that was missing may exist with undefined content, so a
 restore must go on to `apply` or start again. Own methods of optimizers and modules, and hooks on loading, are called in `apply`.
 
-The parts: `modules.py`, `optimizers.py`, `objects.py`, `randomness.py`; where a tensor belongs: `layout_of.py`.
+The parts: `model_part.py`, `optimizer.py`, `stateful.py`, `entries/rng.py`; where a tensor belongs: `entries/sharding.py`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from holdfast.checkpoint.entries.entries import (
     twice,
 )
 from holdfast.checkpoint.entries.gradients_part import SAVES_THEM, GradientsPart
+from holdfast.checkpoint.entries.module_modes import KEEPS_THEM, ModesPart
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
 from holdfast.checkpoint.entries.sharding import Layouts, as_patterns
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, LoadRecord, SavedTensor
@@ -61,7 +63,8 @@ _RNG = "rng"
 _INFO = "info"
 _CARRIED = "carried"
 _GRADIENTS = "gradients"
-_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, EXCLUDED, MEMORY_ORDER)
+_MODES = "module_modes"
+_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, _MODES, EXCLUDED, MEMORY_ORDER)
 
 
 class State:
@@ -113,8 +116,9 @@ class State:
         self.carried = CarriedPart(_CARRIED)
         theirs = any(getattr(type(value), SAVES_THEM, False) for value in objects.values())
         self.gradients = GradientsPart(_GRADIENTS, lambda: self.optimizers, lambda: self.modules, off=theirs)
-        self.stepped = self.gradients.stepped
-        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients]
+        self.stepped = self._note_step
+        self._modes = ModesPart(_MODES, _modules_of(self._parts, objects), (began or {}).get(_MODES))
+        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients, self._modes]
         self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
@@ -146,8 +150,12 @@ class State:
 
     @property
     def began(self) -> dict[str, Keys]:
-        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back."""
-        return {part.name: part.began for part in self._parts if isinstance(part, DictPart)}
+        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back. And the modes of modules."""
+        return {part.name: part.began for part in self._parts if isinstance(part, DictPart | ModesPart)}
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        self.gradients.stepped(optimizer)
+        self._modes.stepped()
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -171,14 +179,8 @@ class State:
         Raises:
             UsageError: a tensor that cannot be saved, an optimizer of a tensor that no object holds; names it.
         """
-        for each in self._stepping:
-            each.ask()
-        if not self._unchanged():
-            self._build()
-        transient = Collector(self._layouts, still=self._still)
-        for part in self._parts:
-            part.report(transient)
-        self._add_orders(transient)
+        self._look()
+        transient = self._reported()
         tensors = LiveTensors(self._persistent.tensors, transient.tensors)
         if both := [name for name in transient.tensors if name in self._persistent.tensors]:
             raise twice(both[0])
@@ -197,10 +199,7 @@ class State:
         if self._is_grown():
             self._glanced = self._sizes()
             return self.gather()
-        transient = Collector(self._layouts, still=self._still)
-        for part in self._parts:
-            part.report(transient)
-        self._add_orders(transient)
+        transient = self._reported()
         tensors = LiveTensors(self._persistent.tensors, transient.tensors)
         self._describe(tensors, transient)
         return Gathered(tensors, transient.values, self._structure, self._storages)
@@ -248,12 +247,11 @@ class State:
     def predict(self) -> dict[str, Shard] | None:
         """Shards of the state as it will be after the first optimizer step, or None if that is not known."""
         shards = {name: live.shard for name, live in self.gather().tensors.items()}
-        for part in self._parts:
-            if isinstance(part, OptimizerPart):
-                predicted = part.predict(self._layouts)
-                if predicted is None:
-                    return None
-                shards.update((live.shard.name, live.shard) for live in predicted)
+        for part in self._stepping:
+            predicted = part.predict(self._layouts)
+            if predicted is None:
+                return None
+            shards.update((live.shard.name, live.shard) for live in predicted)
         return shards
 
     @torch.no_grad()
@@ -264,33 +262,9 @@ class State:
         self.gather()
         persistent = self._persistent.tensors
         found = {name: live.shard for name, live in persistent.items() if live.late or not self.optimizers}
-        for part in self._parts:
-            if isinstance(part, OptimizerPart):
-                found.update((live.shard.name, live.shard) for live in part.predict(self._layouts) or ())
+        for part in self._stepping:
+            found.update((live.shard.name, live.shard) for live in part.predict(self._layouts) or ())
         return tuple(found.values())
-
-    @torch.no_grad()
-    def targets(
-        self,
-        saved: Mapping[str, SavedTensor],
-        values: Mapping[Group, Mapping[str, Any]],
-        *,
-        strict: bool = True,
-    ) -> dict[str, LiveTensor]:
-        """Return where the entries of a checkpoint go.
-
-        Args:
-            saved: the entries of all groups that this rank belongs to.
-            values: their values, decoded.
-            strict: refuse unless everything fits.
-
-        Returns:
-            Name -> the live tensor to fill in place; the boxes of the entry make up exactly its extent.
-
-        Raises:
-            MismatchError: with all names that are missing, unexpected or different; nothing was changed.
-        """
-        return self.create(self.fitting(saved, values, strict=strict))
 
     @torch.no_grad()
     def fitting(
@@ -300,12 +274,15 @@ class State:
         *,
         strict: bool = True,
     ) -> Loading:
-        """Looks whether a checkpoint fits, and changes nothing: the first half of `targets`, with the same arguments.
+        """Looks whether a checkpoint fits, and changes nothing.
 
-        For ranks that have to know of each other before one of them changes anything.
+        Args:
+            saved: the entries of all groups that this rank belongs to.
+            values: their values, decoded.
+            strict: refuse unless everything fits.
 
         Returns:
-            What `create` takes.
+            What `create` takes, on this rank as soon as it fits on all.
 
         Raises:
             MismatchError: with all names that are missing, unexpected or different.
@@ -321,18 +298,18 @@ class State:
     @torch.no_grad()
     def plan(self, loading: Loading) -> None:
         """Every part claims what it wants; as `fitting`, for who judges by himself what is missing."""
-        for each in self._stepping:
-            each.ask()
-        if not self._unchanged():
-            self._build()
+        self._look()
         for part in self._parts:
             part.plan(loading)
 
     @torch.no_grad()
     def create(self, loading: Loading) -> dict[str, LiveTensor]:
-        """Makes state that was claimed and does not exist yet; the second half of `targets`.
+        """Makes state that was claimed and does not exist yet; returns where the entries of a checkpoint go.
 
         From now on the objects are not as the script made them, until `apply` has made them what was saved.
+
+        Returns:
+            Name -> the live tensor to fill in place; the boxes of the entry make up exactly its extent.
         """
         self.overwritten.update(loading.targets)
         for part in self._parts:
@@ -345,19 +322,19 @@ class State:
         """Takes over values: learning rates, schedulers, scaler, loader, objects, random numbers last.
 
         Args:
-            values: those that `targets` was given.
-            tensors: what `targets` returned, filled with verified bytes.
+            values: those that `fitting` was given.
+            tensors: what `create` returned, filled with verified bytes.
 
         Returns:
-            What was left out, empty if `targets` was strict.
+            What was left out, empty if `fitting` was strict.
 
         Raises:
-            UsageError: without `targets` before, or with other arguments. MismatchError: an attempt before this one left
+            UsageError: without `create` before, or with other arguments. MismatchError: an attempt before this one left
                 something that this version does not fill.
         """
         loading, self._loading = self._loading, None
         if loading is None or loading.targets.keys() != tensors.keys():
-            raise UsageError("the tensors are not those that were asked for last", remedy="call targets() before")
+            raise UsageError("the tensors are not those that were asked for last", remedy="call create() before")
         if loading.values.keys() != {str(path) for group in values.values() for path in group}:
             raise UsageError("the values are not those that were planned with", remedy="pass the same to both calls")
         loading.fill_repeated()
@@ -391,9 +368,21 @@ class State:
             if isinstance(part, OptimizerPart | ModelPart):
                 yield from part.in_no_version()
 
-    def _add_orders(self, transient: Collector) -> None:
+    def _reported(self) -> Collector:
+        """Return what the parts make anew at every save."""
+        transient = Collector(self._layouts, still=self._still)
+        for part in self._parts:
+            part.report(transient)
         if self._persistent.orders or transient.orders:
             transient.value(MEMORY_ORDER, {**self._persistent.orders, **transient.orders})
+        return transient
+
+    def _look(self) -> None:
+        """Looks at what lasts, if it is not what it was at the last look."""
+        for each in self._stepping:
+            each.ask()
+        if not self._unchanged():
+            self._build()
 
     def _unchanged(self) -> bool:
         return self._watch is not None and all(part.unchanged() for part in self._parts) and self._watch.unchanged()
@@ -415,15 +404,10 @@ class State:
             [(live.shard, live.local.device) for live in transient.tensors.values()],
             sorted(transient.values),
         )
-        if described != self._described:
-            self._note_structure(tensors, transient)
-            self._described = described
-
-    def _note_structure(self, tensors: Mapping[str, LiveTensor], transient: Collector) -> None:
-        shape = (
-            {n: (live.shard, live.local.device, live.late) for n, live in tensors.items()},
-            sorted(transient.values),
-        )
+        if described == self._described:
+            return
+        self._described = described
+        shape = ({n: (live.shard, live.local.device, live.late) for n, live in tensors.items()}, described[2])
         if shape != self._shape:
             self._structure += 1
             self._shape = shape
@@ -438,6 +422,13 @@ def _with_inner(parts: Sequence[Part]) -> Iterator[Part]:
             if id(inner.optimizer) not in known:
                 known.add(id(inner.optimizer))
                 yield inner
+
+
+def _modules_of(parts: Sequence[Part], objects: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Returns the modules whose modes nobody else keeps, by name."""
+    if any(getattr(type(value), KEEPS_THEM, False) for value in objects.values()):
+        return {}
+    return {part.name: part.module for part in parts if isinstance(part, ModelPart)}
 
 
 def _order(part: Part) -> int:

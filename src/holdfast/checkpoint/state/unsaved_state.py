@@ -87,7 +87,7 @@ def token(value: Any, known: Container[object] = ()) -> object:
 
     Args:
         value: a number, a tensor, or containers of these; anything else counts as nothing.
-        known: memory (`layout_of.memory_of`) of tensors that count as nothing either.
+        known: memory (`sharding.memory_of`) of tensors that count as nothing either.
     """
     return _token(value, known, [MAX_OBJECTS])
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.checkpoint.device import accelerator
-from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot
@@ -37,7 +36,7 @@ from holdfast.core.versions.late_copy_rules import counts
 logger = logging.getLogger(__name__)
 
 # How long a device may take to come to the end of what is queued, so that its memory can be read. The process ends without
-# that: `runner.PROBE_S`.
+# that: `worker_main.PROBE_S`.
 CATCH_UP_S = 3.0
 # Of what optimizers own so many tensors are compared where a step was reported and nobody saw an optimizer's: the smallest, up to
 # so many bytes each.
@@ -210,5 +209,4 @@ class Survivor:
 
     def _events(self) -> tuple[torch.Event, ...]:
         """Behind all that is queued now, one for each device that has a part of the state."""
-        found = {tensor.device for tensor in self._still.owned.values() if tensor.device.type not in ("cpu", "meta")}
-        return tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found)
+        return tuple(accelerator.record(accelerator.devices_of(self._still.owned.values())).values())

@@ -69,7 +69,7 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
         yield from _of_changed(path, line, names, given)
     for name, value in _things(found, names):
         token, what = _judge(value, given)
-        if hasattr(value, "__next__") and not isinstance(value, type | io.IOBase | Stateful) and not given.has(value):
+        if _is_iterator(value) and not isinstance(value, Stateful) and not given.has(value):
             token, what = _of_iterator(value, given, early) if name.rpartition(".")[2] in found.drawn else (None, "")
         if token is not None:
             yield Finding(name, what, token)
@@ -115,8 +115,13 @@ def early_iterators(frame: FrameType | None, objects: Mapping[str, Any]) -> list
     """
     user = user_frames.users(frame)
     held = list(user_frames.names(user).values()) if user is not None else []
-    held += [getattr(value, "_iterator", None) for value in objects.values()]
-    return [value for value in held if hasattr(value, "__next__") and not isinstance(value, type | io.IOBase)]
+    held += [getattr(value, "_iterator", None) for value in objects.values() if isinstance(value, DataLoader)]
+    return [value for value in held if _is_iterator(value)]
+
+
+def _is_iterator(value: object) -> bool:
+    """Tell whether a value has a next item. Its class is asked: a `__getattr__` of the user's may raise whatever it likes."""
+    return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
 def kind_of(value: Any) -> str:

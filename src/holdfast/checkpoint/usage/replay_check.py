@@ -8,7 +8,7 @@ differs shows state that no version has.
 The steps of this process are those of the script, made once. The child must not be noticed: it is shut in (`sandbox.py`) before it
 runs a line, so a script that writes, sends or starts something in its first steps ends it, and nothing is compared. Nor is it in a job of several
 ranks or on an accelerator (neither survives a fork), in one with several threads of computation (they do not either, and one sums otherwise),
-or of much state. Used for kept loops by `adapters.zero_lines.loop`, which saves nothing until it knows, and by `proof.py`.
+or of much state. Used for kept loops by `adapters.zero_lines.loop`, which saves nothing until it knows, and by `self_check.py`.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class SelfCheck:
     def _take(self, state: State, version: _Version) -> None:
         saved = {s.name: SavedTensor(s.dtype, s.global_shape, (s.extent,)) for s in version.shards}
         values = {group: value_codec.decode(data) for group, data in version.values}
-        targets = state.targets(saved, values)
+        targets = state.create(state.fitting(saved, values))
         data = dict(zip((s.name for s in version.shards), version.data, strict=True))
         with torch.no_grad():
             for name, live in targets.items():

@@ -1,6 +1,6 @@
 """`Checkpointer(..., prove=True)`: the first steps are made a second time as a restart would make them, and compared.
 
-The child of `selfcheck.py` is forked where `restore()` begins, so it is what a script that was started again is at that call; in it
+The child of `replay_check.py` is forked where `restore()` begins, so it is what a script that was started again is at that call; in it
 `restore()` returns the number behind the version that it was given, and the script goes on with the lines that it has. What is
 compared are everything that a version holds, and the names of the loop that live from step to step: these are named first.
 """

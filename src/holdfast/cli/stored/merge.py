@@ -15,7 +15,7 @@ import mmap
 import os
 import re
 import struct
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -111,7 +111,11 @@ def content_of(storage: Storage, manifest: Manifest, *, only: str = "") -> Conte
     values: dict[str, Any] = {}
     called: dict[str, str] = {}  # tensors of which only another name (tied weights) is exported
     for path, names in _by_path(found).items():
-        trees = {name: _with_names(found[name], renamed) for name in names}
+        # What has no name of its own is under the plain one.
+        trees = {
+            name: value_codec.renamed(found[name], lambda other: renamed.get(other) or _split(other)[1])
+            for name in names
+        }
         alike = all(tree == trees[names[0]] for tree in trees.values())
         for old, new in _names(path, names, alike=alike).items():
             if new is not None and path.startswith(only):
@@ -178,18 +182,6 @@ def _check_groups(storage: Storage, version: Version, pieces: Sequence[Piece]) -
             where=first.name,
             remedy="give a module that differs from rank to rank a name of its own on each, or leave it out with --only",
         )
-
-
-def _with_names(tree: Any, renamed: Mapping[str, str | None]) -> Any:
-    """The same tree with new names in its references; what has none of its own is under the plain one."""
-    kind = type(tree)
-    if kind is TensorRef:
-        return TensorRef(renamed.get(tree.name) or _split(tree.name)[1])
-    if kind is dict or kind is OrderedDict:
-        return kind((key, _with_names(item, renamed)) for key, item in tree.items())
-    if kind is list or kind is tuple:
-        return kind(_with_names(item, renamed) for item in tree)
-    return tree
 
 
 def _wholes(renamed: Mapping[str, str | None], pieces: Mapping[str, list[Piece]]) -> Iterator[Whole]:

@@ -257,11 +257,7 @@ class Agent(RendezvousAgent):
         """Hear what workers say of their last saves. Who hangs the watchdog tells, once no rank elsewhere may save still."""
         for worker_slot in self._worker_slots():
             self._hear(worker_slot)
-        living = [
-            worker.global_rank
-            for worker, worker_slot in zip(self._worker_group.workers, self._worker_slots(), strict=True)
-            if worker_slot.proc.poll() is None
-        ]
+        living = [self._rank_of(worker_slot) for worker_slot in self._worker_slots() if worker_slot.proc.poll() is None]
         why = self._watch.why_hopeless(now, living) if self._watch is not None else ""
         return why if why and self._is_nowhere_awaited(now) else ""
 
@@ -328,7 +324,7 @@ class Agent(RendezvousAgent):
             worker_slot.set_status(HEARD[message["op"]])
             worker_slot.departs = bool(message.get("departs"))
             if self._watch is not None and worker_slot.status is not WorkerStatus.RUNS:  # it waits for a word of ours
-                self._watch.gone(self._worker_group.workers[worker_slot.local_rank].global_rank)
+                self._watch.gone(self._rank_of(worker_slot))
             worker_slot.error = message.get("error", "")
 
     def _note_state(self, worker_slot: WorkerSlot, message: Mapping[str, Any]) -> None:
@@ -345,7 +341,7 @@ class Agent(RendezvousAgent):
             self._version = ""  # the job came back once as the operator wanted; from now on it goes on from there
             if self._round is not None:
                 self._round.version = ""
-            self._cases.restored(self._worker_group.workers[worker_slot.local_rank].global_rank, message)
+            self._cases.restored(self._rank_of(worker_slot), message)
             if self._watch is not None and worker_slot.local_rank == 0:
                 self._watch.journal.restored(int(message["step"]) + 1)
 
@@ -371,7 +367,7 @@ class Agent(RendezvousAgent):
         for worker_slot in dead:
             self._note_death(worker_slot)
         code = self._failures[first.local_rank].exitcode
-        ranks = [self._worker_group.workers[worker_slot.local_rank].global_rank for worker_slot in dead]
+        ranks = [self._rank_of(worker_slot) for worker_slot in dead]
         found = self._found.pop(ranks[0], None)
         error = found.reason if found else first.error or self._why(code)
         by, after_s = ("; ".join(found.evidence), found.found_after_s) if found else (self._why(code), 0.0)
@@ -396,7 +392,7 @@ class Agent(RendezvousAgent):
     def _run_anew(self, why: str, worker_slot: WorkerSlot) -> None:
         """Note that from now on no process of this job runs its script again: what holds for one holds for others."""
         assert self._round is not None
-        rank = self._worker_group.workers[worker_slot.local_rank].global_rank
+        rank = self._rank_of(worker_slot)
         if why and not self._unfit:
             self._unfit = self._round.all_anew(f"rank {rank}: {why}"[:1000])
             logger.warning(
@@ -406,7 +402,7 @@ class Agent(RendezvousAgent):
             )
 
     def _cannot_run_twice(self, worker_slot: WorkerSlot) -> bool:
-        rank = self._worker_group.workers[worker_slot.local_rank].global_rank
+        rank = self._rank_of(worker_slot)
         return cannot_run_twice(
             again=worker_slot.again,
             num_steps=step_of(heartbeat_page.read(worker_slot.page)),
@@ -449,10 +445,10 @@ class Agent(RendezvousAgent):
         )
         logger.error(
             "failed (exitcode: %s) rank: %s local_rank: %s (pid: %s)",
-            code, self._worker_group.workers[rank].global_rank, rank, worker_slot.proc.pid,
+            code, self._rank_of(worker_slot), rank, worker_slot.proc.pid,
         )  # fmt: skip
         if self._watch is not None:
-            self._watch.gone(self._worker_group.workers[rank].global_rank)
+            self._watch.gone(self._rank_of(worker_slot))
         worker_slot.clean_up()
 
     def _why(self, code: int) -> str:
@@ -530,7 +526,7 @@ class Agent(RendezvousAgent):
             self._run_anew(f"it failed before its first step: {first.error}", first)
             self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
             return None
-        rank = self._worker_group.workers[first.local_rank].global_rank
+        rank = self._rank_of(first)
         failure = Failure(Fault.GROUPS, first_error=f"rank {rank}: {first.error}", node=self._node)
         answer = self._cases.judge(failure, now, self._readings())
         return self._act(answer, f"groups broke, and no process died: {first.error[:200]}")
@@ -755,7 +751,6 @@ class Agent(RendezvousAgent):
 
     def _await_ends(self) -> None:
         began = said = time.monotonic()
-        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         while lasting := [worker_slot for worker_slot in self._worker_slots() if worker_slot.proc.poll() is None]:
             self._supply.forkserver.await_news(self._interval_s or 1.0)
             now = time.monotonic()
@@ -763,8 +758,9 @@ class Agent(RendezvousAgent):
                 self._identity.holds(now)
             if now - said > SAY_S:
                 said = now
-                named = {ranks[worker_slot.local_rank]: worker_slot.proc.pid for worker_slot in lasting}
-                logger.warning("%s", awaited(named, now - began, num_ended=len(ranks) - len(named)))
+                named = {self._rank_of(worker_slot): worker_slot.proc.pid for worker_slot in lasting}
+                num_ended = len(self._worker_slots()) - len(named)
+                logger.warning("%s", awaited(named, now - began, num_ended=num_ended))
 
     # Parts.
 
@@ -824,6 +820,9 @@ class Agent(RendezvousAgent):
             anew=bool(self._unfit),
             text=self._program.text,
         )
+
+    def _rank_of(self, worker_slot: WorkerSlot) -> int:
+        return int(self._worker_group.workers[worker_slot.local_rank].global_rank)
 
     def _worker_slots(self) -> list[WorkerSlot]:
         return list(self._workers.worker_slots.values()) if self._workers is not None else []

@@ -31,6 +31,7 @@ import torch
 
 from holdfast.base import private
 from holdfast.base.errors import HoldfastError
+from holdfast.base.replacing import replacing
 from holdfast.checkpoint.device import accelerator
 from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.backends.open_url import open_backend
@@ -199,10 +200,9 @@ class CompileCache:
             self._known.add(path)
             if not target.exists():
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                unfinished = target.with_name(f".{target.name}.new")
-                unfinished.write_bytes(content)
-                unfinished.chmod(0o700 if executable else 0o600)
-                unfinished.rename(target)
+                with replacing(target) as file:
+                    os.fchmod(file.fileno(), 0o700 if executable else 0o600)
+                    file.write(content)
                 count += 1
         return count
 

@@ -17,7 +17,7 @@ wait for another group's kernel, so those that know group calls are aborted insi
 119797), and the others each in a thread of its own. An abort may hang itself (nccl 1777), so whoever goes on asks whether
 all have ended. This part is written by capability, tested on a simulated device, and has not been run on a GPU.
 
-Before a group is cut or aborted, `alive.void` MUST have been called: see `leave`.
+Before a group is cut or aborted, `open_checkpointers.void` MUST have been called: see `leave`.
 """
 
 from __future__ import annotations

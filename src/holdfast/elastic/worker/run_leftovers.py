@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from holdfast.base.proc_stat import stat_fields
 from holdfast.core.elastic.rerun import Leftover
 
 # Threads, pin-memory loops and workers of loaders that were just freed need a moment to end.
@@ -134,7 +135,7 @@ def _children() -> dict[int, str]:
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             for pid in map(int, _read(f"/proc/self/task/{task}/children").split()):
-                state = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[0]
+                state = stat_fields(pid)[0]
                 command = _read(f"/proc/{pid}/cmdline")
                 harmless = pid == getattr(known, "_pid", None) or any(word in command for word in _HARMLESS_CHILDREN)
                 if state not in (b"Z", b"X") and not harmless:

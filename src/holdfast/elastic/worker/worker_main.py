@@ -194,7 +194,7 @@ class Runner:
             self._make_ready(newer or order, error)
             return None
         code = _code_of(error)
-        self._line.send("failed", order.number, error=_said(error), code=code)
+        self._line.send("failed", order.number, error=_line_of(error), code=code)
         _print(error)
         return code
 
@@ -262,7 +262,7 @@ class Runner:
             return False
         with self._changed:
             self._break_off(order)
-        told = self._line.send("raised", order.number, error=_said(error))
+        told = self._line.send("raised", order.number, error=_line_of(error))
         if not told and self._line.lost:
             return False  # nobody can say whose fault it was
         with self._changed:
@@ -393,13 +393,17 @@ def looks_broken(error: BaseException) -> bool:
     return False
 
 
+def _line_of(error: BaseException) -> str:
+    """Return an error in one line, as the agent is told of it."""
+    return f"{type(error).__name__}: {_said(error)}"[:500]
+
+
 def _said(error: BaseException) -> str:
-    """Return an error in one line. Its class may be the script's own, and fail to say anything: then as Python has it."""
-    name = type(error).__name__
+    """Return what an error says. Its class may be the script's own, and fail to say anything: then as Python has it."""
     try:
-        return f"{name}: {error}"[:500]
+        return str(error)
     except Exception:  # noqa: BLE001 - whatever it raises, the script's own error is what must be told
-        return f"{name}: <exception str() failed>"
+        return "<exception str() failed>"
 
 
 def _store_port(order: RunOrder) -> int:

@@ -1,7 +1,7 @@
 """Lists what every door for a framework must do, as checks that any door can be put through.
 
 A door is a training script that uses holdfast through one framework, and how it is started. The script knows nothing of
-the checks; it trains, and prints one line per step with a digest of its state (`telling.py` prints them, and a script
+the checks; it trains, and prints one line per step with a digest of its state (`adapter_output.py` prints them, and a script
 that must not import holdfast can print them itself):
 
     door {"rank": 0, "start": 3}                       once, before the first step: the step it goes on with

@@ -1,6 +1,6 @@
-"""Defines what a door's script prints for the checks in `door.py`: where it starts, every step, and whole tensors.
+"""Defines what a door's script prints for the checks in `adapter.py`: where it starts, every step, and whole tensors.
 
-A script that must not import holdfast prints these lines itself; their form stands in `door.py`.
+A script that must not import holdfast prints these lines itself; their form stands in `adapter.py`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Strike:
         stepped: at an exact point, else timed.
         fraction: where in the phase, 0 to 1.
         seconds, points: the phase's usual length, measured before.
-        cut: how the power of the checkpoints' file system goes at that instant (disk.py); 0 if it stays.
+        cut: how the power of the checkpoints' file system goes at that instant (power_cut_disk.py); 0 if it stays.
     """
 
     phase: str

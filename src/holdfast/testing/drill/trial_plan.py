@@ -61,7 +61,7 @@ class Aim:
         stepped: exactly before or after an operation; else after a fraction of the usual time.
         fraction: how deep in the phase.
         exact: (which pass, after how many operations) instead of the fractions, for cuts of power.
-        cut: how the power of the checkpoints' file system is cut at that instant (disk.py); 0 for not.
+        cut: how the power of the checkpoints' file system is cut at that instant (power_cut_disk.py); 0 for not.
     """
 
     phase: str
@@ -121,7 +121,7 @@ class Trial:
         plant: name of the bug that a test plants in its processes (shared.py).
         mode: `""`, or what the probes do besides: `measure` the phases, `record` every file operation.
         full_start: every process is a fresh interpreter, started as in production.
-        disk: the kind of file system that the trial's checkpoints get for themselves (disk.py); `""` for none.
+        disk: the kind of file system that the trial's checkpoints get for themselves (power_cut_disk.py); `""` for none.
     """
 
     number: int

@@ -1,6 +1,6 @@
 """Tells how a cell hurts its job: `arm` before the saves that are made meanwhile, `disarm` when everything heals.
 
-What is wrong with a keeper stands in its control file (hurt.py). Beside that: a trainer is struck in its save, files and
+What is wrong with a keeper stands in its control file (inject.py). Beside that: a trainer is struck in its save, files and
 memory are damaged at rest, descriptors are taken away, strangers come to the socket, a rank leaves a save out.
 """
 

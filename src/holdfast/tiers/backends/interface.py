@@ -2,7 +2,8 @@
 
 `storage` is the consumer and owns this interface; `local` is the directory behind it, `object_store` the bucket. Names
 are relative and have one or two segments (`holdfast.json`, `<version>/<file>`). A backend knows nothing of versions, and
-every verb may be repeated: doing it twice is doing it once. A retry or a limit is a `Wrapper` with these same verbs; `urls` stacks them. What the verbs promise is checked by `testing.contracts.backend`, for any backend.
+every verb may be repeated: doing it twice is doing it once. A retry or a limit is a `Wrapper` with these same verbs; `open_url` stacks them. What the
+verbs promise is checked by `testing.contracts.backend`, for any backend.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Leads from the name of a place to the backend behind it, with everything that is stacked around it: here and nowhere
 else.
 
-    a directory     LocalBackend                              an error there is final, see `files`
+    a directory     LocalBackend                              an error there is final, see `posix_io`
     a bucket        Retrying(Limited(ObjectStoreBackend))     outermost first
 
 Called by `storage.open_storage`, and by `holdfast doctor`, which tries the place before it is used.

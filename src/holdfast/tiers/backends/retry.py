@@ -1,7 +1,7 @@
 """Trying again what may pass by itself: the one retry loop around a backend.
 
 Only StorageBusy is tried again, because only an object store says it, and only its verbs are safe to repeat after an
-error: on a file system an error of fsync must never be followed by another try on the same file (see `files`). Attempts
+error: on a file system an error of fsync must never be followed by another try on the same file (see `posix_io`). Attempts
 and time are bounded; pauses double, with jitter so that a thousand nodes do not come back in step.
 """
 

@@ -88,6 +88,18 @@ def decode(data: bytes | memoryview, *, where: str = "values") -> Any:
         raise CorruptError(f"the values are not valid: {error}", where=where) from error
 
 
+def renamed(tree: Any, rename: Callable[[str], str]) -> Any:
+    """The same tree with other names in its references."""
+    kind = type(tree)
+    if kind is TensorRef:
+        return TensorRef(rename(tree.name))
+    if kind is dict or kind is OrderedDict:
+        return kind((key, renamed(item, rename)) for key, item in tree.items())
+    if kind is list or kind is tuple:
+        return kind(renamed(item, rename) for item in tree)
+    return tree
+
+
 def _dump(tree: Json) -> str:
     return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 

@@ -25,8 +25,11 @@ def is_progress_bar(value: Any) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    """Tell whether a value has a next item; a `__getattr__` that answers to every name makes no iterator."""
-    return hasattr(type(value), "__next__") or callable(getattr(value, "__next__", None))
+    """Tell whether a value has a next item; a `__getattr__` that answers to every name, or raises, makes no iterator."""
+    try:
+        return hasattr(type(value), "__next__") or callable(getattr(value, "__next__", None))
+    except Exception:  # noqa: BLE001 - it is the user's own
+        return False
 
 
 def is_attributes(value: Any) -> bool:
