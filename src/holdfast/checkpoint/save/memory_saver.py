@@ -206,6 +206,7 @@ class Saver:
         """Waits until all slots are there or will not be, at most so long; None: as long as so much memory may need.
 
         Returns whether they are there. What is not there in time comes behind training; saves before the first are given up.
+        A keeper that is known to be frozen is not waited for.
         """
         reservation = self._reservation
         if reservation is None:
@@ -213,7 +214,7 @@ class Saver:
         reservation.begin(self._link.behind)
         if timeout_s is None:
             timeout_s = patience_s(reservation.num_bytes * self._config.num_slots)
-        there = reservation.wait_all(timeout_s)
+        there = reservation.wait_all(timeout_s, hopeless=lambda: self._link.trouble)
         if reservation.fault is not None and not there:
             self._note_fault(reservation)
         return there
