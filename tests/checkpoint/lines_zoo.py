@@ -341,6 +341,128 @@ CASES = {
         between="loader = torch.utils.data.DataLoader(rows, batch_size=5)",
         names=("loader",),
     ),
+    "index that decides when the optimizer steps": Case(
+        """
+        for epoch in range(first, 2):
+            for i, (x,) in enumerate(loader):
+                model(x).mean().backward()
+                last = (i + 1) % 4 == 0
+                if last or i + 1 == len(loader):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                ckpt.step(start, epoch=epoch)
+                start += 1
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        between="first = ckpt.carry('epoch', 0)",
+        given=", loader=loader",
+        names=("i",),
+    ),
+    "index that is shown, and one that goes on": Case(
+        """
+        for epoch in range(first, 2):
+            for i, (x,) in enumerate(loader):
+                loss = train(x)
+                if i % 4 == 0:
+                    print(i, loss)
+                ckpt.step(start, epoch=epoch)
+                start += 1
+            for i, (x,) in enumerate(loader, start):
+                if i > 30:
+                    break
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        between="first = ckpt.carry('epoch', 0)",
+        given=", loader=loader",
+    ),
+    "epochs of the number of a step": Case(
+        """
+        for epoch in range(start // len(loader), 2):
+            for x, in loader:
+                train(x)
+                ckpt.step(start)
+                start += 1
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        given=", loader=loader",
+        names=("epoch",),
+    ),
+    "epochs of the number of the last step": Case(
+        """
+        for epoch in range(max(start - 1, 0) // len(loader), 2):
+            for x, in loader:
+                train(x)
+                ckpt.step(start)
+                start += 1
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        given=", loader=loader",
+    ),
+    "loss that is read behind an epoch": Case(
+        """
+        for epoch in range(first, 2):
+            best = 0
+            for x, in loader:
+                loss = train(x)
+                best = max(best, loss.item())
+                ckpt.step(start, epoch=epoch)
+                start += 1
+            print(epoch, best, loss.item())
+            loss = 0
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        between="first = ckpt.carry('epoch', 0)",
+        given=", loader=loader",
+        names=("best", "loss"),
+    ),
+    "loss that is carried to the end of an epoch": Case(
+        """
+        for epoch in range(first, 2):
+            for x, in loader:
+                loss = train(x)
+                ckpt.step(start, epoch=epoch, loss=loss)
+                start += 1
+            print(epoch, loss.item())
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        between="first, loss = ckpt.carry('epoch', 0), ckpt.carry('loss', None)",
+        given=", loader=loader",
+    ),
+    "a loader that is gone over in a cycle": Case(
+        """
+        for (x,), (y,) in zip(itertools.cycle(loader), other):
+            train(x + y[:1])
+            ckpt.step(start)
+            start += 1
+        """,
+        before="loader, other = torch.utils.data.DataLoader(rows, 20), torch.utils.data.DataLoader(rows, 4)",
+        given=", loader=loader, other=other",
+        names=("loader",),
+    ),
+    "a cycle that is drawn from": Case(
+        """
+        for step in range(start, 8):
+            x, = next(cycle)
+            train(x)
+            ckpt.step(step)
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 20)",
+        between="cycle = itertools.cycle(loader)",
+        given=", loader=loader",
+        names=("cycle",),
+    ),
+    "weights of a sampler that is given with its loader": Case(
+        """
+        for step in range(start, 8):
+            for x, in loader:
+                loss = train(x)
+                sampler.weights[0] += loss.item() + 1
+            ckpt.step(step)
+        """,
+        before="sampler = torch.utils.data.WeightedRandomSampler(torch.ones(40), 8)\nloader = torch.utils.data.DataLoader(rows, 4, sampler=sampler)",
+        given=", loader=loader",
+        names=("sampler.weights",),
+    ),
     "random numbers of the process": Case(
         """
         for step in range(start, 8):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 from holdfast.checkpoint.usage.in_place import changed_in_place
@@ -35,6 +36,10 @@ class Around:
         drawn: names and attributes that the file takes the next of, or goes over.
         goes_over: line -> names, of each thing that one of the loops goes over.
         one_more: whether the first number is certainly one more than `restore()` returned.
+        counts: name -> (line, names), of each index of `enumerate` that decides what the loop does in that line, and what it counts.
+        epoch: the name of an outer loop that counts epochs from `restore()` by a division, as written; empty if there is none.
+        cycles: line -> names, of what is handed to `cycle` in the head of a loop.
+        ends: name -> (line, names), of each name that only an inner loop sets and that is read behind it, and what that loop goes over.
     """
 
     line: int
@@ -46,6 +51,10 @@ class Around:
     drawn: frozenset[str] = frozenset()
     goes_over: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     one_more: bool = False
+    counts: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    epoch: str = ""
+    cycles: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    ends: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
 
 def around(source: str, line: int, *, told: bool = True) -> Around | None:
@@ -89,6 +98,16 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
         frozenset(_drawn(tree)),
         {loop.lineno: tuple(sorted(loaded([loop.iter]))) for loop in loops if isinstance(loop, ast.For)},
         _is_one_more(number, outside, loops, line),
+        {name: found for loop in loops for name, found in _deciding_counts(loop)},
+        _divided_epoch(loops, outside),
+        {
+            loop.lineno: tuple(sorted(loaded(node.args)))
+            for loop in loops
+            if isinstance(loop, ast.For)
+            for node in ast.walk(loop.iter)
+            if isinstance(node, ast.Call) and _called(node) == "cycle"
+        },
+        dict(_read_at_ends(loops, {name for names, _ in outside for name in names} | passed, functions)),
     )
 
 
@@ -266,3 +285,80 @@ def _is_one_more(
 
 def _is_one(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value == 1
+
+
+def _deciding_counts(loop: Loop) -> Iterator[tuple[str, tuple[int, tuple[str, ...]]]]:
+    """Yields the index of `for i, batch in enumerate(...)`, if a test that reads it decides about steps or leaves the loop.
+
+    One that only decides about what is shown is none, nor is one that begins with a number of the script's.
+    """
+    head = loop.iter if isinstance(loop, ast.For) else None
+    if not isinstance(loop, ast.For) or not isinstance(head, ast.Call) or _called(head) != "enumerate":
+        return
+    names = loop.target.elts if isinstance(loop.target, ast.Tuple) else ()
+    begins = [*head.args[1:], *(word.value for word in head.keywords)]
+    if not names or not isinstance(names[0], ast.Name) or not all(isinstance(each, ast.Constant) for each in begins):
+        return
+    made = {names[0].id}
+    for node in ast.walk(loop):  # `last = (i + 1) % 4 == 0`
+        if isinstance(node, ast.Assign) and made & loaded([node.value]) and not _calls(node.value) - _PLAIN_CALLS:
+            made |= stored(node.targets)
+    for node in ast.walk(loop):
+        if isinstance(node, ast.If) and made & loaded([node.test]):
+            within = [part for statement in (*node.body, *node.orelse) for part in ast.walk(statement)]
+            if _DECIDED & {name for part in within for name in _calls(part)} or any(
+                isinstance(part, ast.Break | ast.Continue) for part in within
+            ):
+                yield names[0].id, (node.lineno, tuple(sorted(loaded(head.args[:1]))))
+                return
+
+
+# What a step of training is made of, and what a condition is computed with.
+_DECIDED = {"step", "zero_grad", "backward"}
+_PLAIN_CALLS = {"len", "int", "bool", "float", "min", "max"}
+
+
+def _divided_epoch(loops: Sequence[Loop], outside: Iterable[tuple[set[str], ast.expr]]) -> str:
+    """Returns the target of a loop over a range that begins with the number of `restore()`, divided: `start // len(loader)`."""
+    values = list(outside)
+
+    def is_restored(value: ast.expr) -> bool:
+        made = [found for names, found in values if isinstance(value, ast.Name) and value.id in names]
+        value = made[0] if len(made) == 1 else value
+        return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == RESTORE[0]
+
+    def is_divided(value: ast.expr) -> bool:
+        if isinstance(value, ast.Name):
+            made = [found for names, found in values if value.id in names]
+            return len(made) == 1 and not isinstance(made[0], ast.Name) and is_divided(made[0])
+        return isinstance(value, ast.BinOp) and isinstance(value.op, ast.FloorDiv) and is_restored(value.left)
+
+    for loop in loops[:-1]:
+        if isinstance(loop, ast.For) and _first(loop.iter) is not loop.iter and is_divided(_first(loop.iter)):
+            return ast.unparse(loop.target)
+    return ""
+
+
+def _read_at_ends(
+    loops: Sequence[Loop], known: set[str], functions: Functions
+) -> Iterator[tuple[str, tuple[int, tuple[str, ...]]]]:
+    """Yields the names that have no value behind an inner loop that had nothing to go over."""
+    for outer, inner in pairwise(loops):
+        place = next((number for number, part in enumerate(outer.body) if part is inner), None)
+        if place is None or not isinstance(inner, ast.For):
+            continue
+        reader = Reader(set(), functions, runs=True)
+        reader.run(outer.body[place + 1 :])
+        targets = stored([outer.target]) if isinstance(outer, ast.For) else set()
+        lost = (
+            reader.early & (stored(inner.body) | stored([inner.target])) - stored(outer.body[:place]) - targets - known
+        )
+        yield from ((name, (inner.lineno, tuple(sorted(loaded([inner.iter]))))) for name in sorted(lost))
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _calls(node: ast.AST) -> set[str]:
+    return {_called(part) for part in ast.walk(node) if isinstance(part, ast.Call)}

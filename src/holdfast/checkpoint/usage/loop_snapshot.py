@@ -7,8 +7,9 @@ Pure but for what it is asked to look at; what of it is told is the observer's.
 from __future__ import annotations
 
 import io
+import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, GeneratorType, ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.entries.sharding import local_of
@@ -82,6 +83,45 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
                     f"the loader that line {line} goes over, which begins anew: Checkpointer(..., loader={name})",
                     True,
                 )
+    yield from _of_epochs(found, names, given)
+
+
+def _of_epochs(found: Around, names: Mapping[str, Any], given: Given) -> Iterator[Finding]:
+    """Yields what goes wrong within, or right behind, an epoch of a loader that was given."""
+
+    def loader(over: Iterable[str]) -> str:
+        return next((name for name in over if isinstance(names.get(name), DataLoader) and given.has(names[name])), "")
+
+    for name, (line, over) in found.counts.items():
+        if of := loader(over):
+            yield Finding(
+                name,
+                f"counts the batches of {of}, and line {line} decides by it. It begins with 0 again where a restart goes on within an "
+                "epoch: count in a name that is carried, or decide by the number of the step",
+                True,
+            )
+    if found.epoch and any(map(loader, found.goes_over.values())):
+        yield Finding(
+            found.epoch,
+            "counted from the number of restore(). A version behind the last batch of an epoch goes on with nothing of that epoch, and "
+            "what follows it: begin with max(start - 1, 0) // ..., or carry it",
+            True,
+        )
+    for name, (line, over) in found.ends.items():
+        if of := loader(over):
+            yield Finding(
+                name,
+                f"is read behind the loop of line {line}. A version behind the last batch of {of} goes on with nothing of that epoch, so it "
+                f'has no value there: {name} = {found.caller}.carry("{name}", None) behind restore(), and pass it to step()',
+                True,
+            )
+    for line, over in found.cycles.items():
+        if of := loader(over):
+            yield Finding(
+                of,
+                f"is gone over by cycle() in line {line}, which keeps the batches of its first pass; no version has them",
+                True,
+            )
 
 
 def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) -> Iterator[Finding]:
@@ -93,9 +133,9 @@ def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) ->
         owner, value = value, held.get(word)
         if isinstance(owner, Optimizer | LRScheduler) or type(owner).__module__.partition(".")[0] == "holdfast":
             return  # the one is looked at elsewhere, the other is ours
-        if given.has(owner) and not isinstance(owner, nn.Module):
+        if given.has(owner) and not isinstance(owner, nn.Module) and not _is_data(owner):
             return  # it hands out what it has
-    if given.has(value) or (isinstance(value, torch.Tensor) and given.saves(value)):
+    if (given.has(value) and not _is_data(owner)) or (isinstance(value, torch.Tensor) and given.saves(value)):
         return
     if isinstance(value, deque):
         text = f"a deque that is changed from one step to the next, in line {line}; carry keeps it as a list"
@@ -104,6 +144,11 @@ def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) ->
         yield Finding(
             path, f"{kind} that is changed from one step to the next, in line {line}", _token(value), carried=True
         )
+
+
+def _is_data(value: object) -> bool:
+    """Tell whether this is a part of a loader, of which only the place is kept."""
+    return isinstance(value, Sampler | Dataset) and not isinstance(value, Stateful)
 
 
 def early_iterators(frame: FrameType | None, objects: Mapping[str, Any]) -> list[object]:
@@ -166,6 +211,8 @@ def _judge(value: Any, given: Given) -> tuple[object, str]:
 
 def _of_iterator(value: Any, given: Given, early: Sequence[object]) -> tuple[object, str]:
     """Returns token and text of an iterator that the loop draws from; None for one whose place is known, or that has none."""
+    if isinstance(value, itertools.cycle):
+        return True, "an iterator that keeps the batches of its first pass, which no version has"
     place = _place(value)
     if place is not None and any(value is thing for thing in early):
         return True, "an iterator that was made before restore(), and begins anew after a restart: make it behind"
