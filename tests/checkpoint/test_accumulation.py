@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forked
-from holdfast.checkpoint.entries import carried_tensors, gradients_part, living_gradients
+from holdfast.checkpoint.entries import carried_tensors, fsdp1, gradients_part, living_gradients
 from kit.checkpointers import Make
 
 WORKER = str(Path(__file__).with_name("accumulation_worker.py"))
@@ -162,6 +162,19 @@ def test_gradients_that_were_used_up_cost_nothing(
         assert not named or number == 0 or not none  # only names, where a later step may find the gradients in place
     assert not checkpointer._run.state.gradients._uncleared
     assert not any(parameter._backward_hooks for parameter in loop.model.parameters())
+
+
+def test_gradients_that_the_first_fsdp_holds_are_lost_aloud_where_they_are_zero(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(turns=1, none=False)
+    checkpointer = loop.kept(make, every="0")
+    loop.run(0, 2, checkpointer)
+    monkeypatch.setattr(fsdp1, "units_of", lambda module: [module])
+    gradients = checkpointer._run.state.gradients
+    gradients.note()
+    assert gradients.why_lost == "the first FSDP holds them"
+    assert not gradients.fits(1 << 20)
 
 
 class Operations(TorchDispatchMode):
