@@ -50,7 +50,7 @@ def rows(root: Path) -> dict[str, Row]:
         root: of the project; its `pyproject.toml` and `Makefile` are read.
     """
     every = [Row(f"torch-{version.rpartition('.')[0]}", (f"torch=={version}",)) for version in TORCH]
-    every += [Row(f"python-{version}", ("torch",), python=version) for version in PYTHON]
+    every += [Row(f"python-{version}", (f"torch=={TORCH_OF_DOORS}",), python=version) for version in PYTHON]
     extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     tests = dict(re.findall(r"^TESTS_([\w-]+) := (.+)$", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for door in sorted(extras.keys() - _EXTRAS_OF_TOOLS):

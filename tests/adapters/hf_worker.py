@@ -139,7 +139,6 @@ def with_accelerate(options: argparse.Namespace, *, fsdp: bool) -> None:
         adapter_output.step(rank, step, [loss, *tensors(model, optimizer.optimizer)])
     adapter_output.whole(rank, options.steps, list(model.parameters()))
     checkpointer.close()
-    accelerator.end_training()
 
 
 def main() -> None:

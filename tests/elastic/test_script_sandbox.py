@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -98,7 +99,9 @@ def test_switches_of_libraries_are_as_in_a_new_process(stage: ScriptSandbox) -> 
         again(stage)
         assert library_settings.LibrarySettings().switches == settings.switches
         assert torch.tensor(1e-42).mul(1.0).item() > 0
-        asyncio.get_event_loop_policy().get_event_loop().close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later make the loop, and say so
+            asyncio.get_event_loop_policy().get_event_loop().close()
     finally:
         settings.put_back()
 
