@@ -206,6 +206,7 @@ class Saver:
         """Waits until all slots are there or will not be, at most so long; None: as long as so much memory may need.
 
         Returns whether they are there. What is not there in time comes behind training; saves before the first are given up.
+        A keeper that is known to be frozen is not waited for.
         """
         reservation = self._reservation
         if reservation is None:
@@ -213,7 +214,7 @@ class Saver:
         reservation.begin(self._link.behind)
         if timeout_s is None:
             timeout_s = patience_s(reservation.num_bytes * self._config.num_slots)
-        there = reservation.wait_all(timeout_s)
+        there = reservation.wait_all(timeout_s, hopeless=lambda: self._link.trouble)
         if reservation.fault is not None and not there:
             self._note_fault(reservation)
         return there
@@ -353,6 +354,8 @@ class Saver:
         except NoSlotYet as error:
             self._leave_out(handle, str(error))
         except KeeperLost as error:
+            if (client := self._link.client) is not None:
+                self._link.heard_nothing(client)  # whatever was asked of it: no later save waits for that again
             self.give_up(handle, f"the keeper is lost: {error.what}")
             self._link.mend()
         except HoldfastError as error:
@@ -497,9 +500,9 @@ class Saver:
         plan = structure.plan(values)
         if plan.num_bytes > self._reserved:
             grow(client, plan, taken.gathered)
-        self._link.unannounced.announce(client)
         version, told = taken.handle.version, list[Begun]()
         try:
+            self._link.unannounced.announce(client)
             slot = client.begin(
                 version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s, ask_again=self._behind(),
                 told=told.append, comes_back=taken.why is Waits.DUE,
