@@ -252,7 +252,9 @@ def test_one_version_of_so_many_minutes_is_kept(make: Make, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("num_before", [0, 1], ids=["before the first save", "later"])
-def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make, num_before: int) -> None:
+def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(
+    make: Make, num_before: int, caplog: pytest.LogCaptureFixture
+) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
     seen: list[str] = []
@@ -275,6 +277,7 @@ def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make,
     finally:
         os.kill(pid, signal.SIGCONT)
     assert seen.count("memory_level_lost") == 1
+    assert caplog.text.count("is given up: the keeper of this node does not answer") == 1, "not at every step"
 
     deadline = time.monotonic() + DEADLINE_S
     while seen.count("memory_level_back") < 1:

@@ -44,7 +44,7 @@ from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.job.slot_reservation import Reservation, comes_after_restore
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
-from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES, LeftOutSaves
+from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES, LeftOutSaves, RepeatedReasons
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.save.slot_patience import SlotPatience, Waits
@@ -155,6 +155,7 @@ class Saver:
         self._patience = SlotPatience(config.begin_timeout_s, config.close_timeout_s)
         self._patience_s = config.begin_timeout_s  # of the save that runs
         self.left_out = LeftOutSaves()
+        self._reasons = RepeatedReasons()
         self._widened: Reservation | None = None
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
@@ -751,7 +752,7 @@ class Saver:
 
     def give_up(self, handle: SaveHandle, reason: str) -> None:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
-        logger.warning("%s is given up: %s", handle.version, reason)
+        logger.log(self._reasons.level(reason), "%s is given up: %s", handle.version, reason)
         handle.give_up(reason)
         if not self._streams.drain(self._config.fence_timeout_s):
             # The keeper gives the slot away as soon as it hears, and a device may still write to it.
