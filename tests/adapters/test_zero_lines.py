@@ -264,6 +264,7 @@ def test_a_script_with_a_trainer_is_not_frightened(tmp_path: Path, capfd: pytest
     (line,) = capfd.readouterr().err.splitlines()
     assert "no loop of this script is kept" not in line
     assert "a Trainer of transformers or Lightning is kept when it is built" in line
+    assert "any other training begins anew at a restart" in line
 
 
 @pytest.mark.parametrize("imported", [False, True])

@@ -15,6 +15,7 @@ import pytest
 import holdfast
 from holdfast.base.config import (
     CONFIG_FILE_VARIABLE,
+    DISABLE_VARIABLE,
     ENVIRONMENT,
     PATHS,
     Config,
@@ -22,6 +23,7 @@ from holdfast.base.config import (
     is_relative,
     load,
     overridden,
+    unknown_variables,
 )
 from holdfast.base.errors import ConfigError
 
@@ -64,13 +66,42 @@ def test_a_checkpointer_without_settings_reads_the_environment(tmp_path: Path, m
 
 @pytest.mark.parametrize(
     ("line", "named"),
-    [("evry = 3", "unknown setting 'evry'"), ("strict = 'maybe'", "strict = 'maybe' is not true or false")],
+    [
+        ("evry = 3", "unknown setting 'evry'.*Remedy: write every$"),
+        ("strict = 'maybe'", "strict = 'maybe' is not true or false"),
+        ("memory_budget = 'much'", "'much' is not a size"),
+        ("keep_last = 1", "keep_last = 1 is out of range"),
+    ],
 )
 def test_a_wrong_line_of_the_file_is_named_with_its_place(file: Path, line: str, named: str) -> None:
     file.write_text(f"{line}\n")
     with pytest.raises(ConfigError, match=named) as caught:
         load(environ={CONFIG_FILE_VARIABLE: str(file)})
     assert caught.value.where == f"{file}: {line.split(maxsplit=1)[0]}"
+
+
+@pytest.mark.parametrize(("variable", "text"), [("HOLDFAST_MEMORY_BUDGET", "much"), ("HOLDFAST_LOG_LEVEL", "loud")])
+def test_a_wrong_value_is_told_with_the_variable_that_has_it(file: Path, variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        load(environ={CONFIG_FILE_VARIABLE: str(file), variable: text})
+    assert caught.value.where == variable
+
+
+def test_variables_of_our_name_that_mean_nothing_are_told_with_what_was_meant() -> None:
+    meant = {
+        "HOLDFAST_DISABLED": "; write HOLDFAST_DISABLE",
+        "HOLDFAST_DURABLE_EVRY": "; write HOLDFAST_DURABLE_EVERY",
+        "HOLDFAST_CLOSE_TIMEOUT": "the setting close_timeout_s has no variable",
+        "HOLDFAST_KEEP_EVERY": "the setting keep_every has no variable",
+        "HOLDFAST_OF_THE_SITE": "; known: HOLDFAST_CONFIG, ",
+    }
+    known = dict.fromkeys([*ENVIRONMENT, CONFIG_FILE_VARIABLE, DISABLE_VARIABLE, "PATH"], "secret")
+    told = unknown_variables(environ={**dict.fromkeys(meant, "secret"), **known})
+    assert len(told) == len(meant)
+    for line, (name, said) in zip(told, sorted(meant.items()), strict=True):
+        assert f"the variable {name} means nothing" in line
+        assert said in line
+        assert "secret" not in line
 
 
 # Setting -> the last values that are allowed, and the first on either side that are not.

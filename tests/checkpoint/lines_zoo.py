@@ -680,6 +680,15 @@ CASES = {
         between="losses = []",
         names=("losses",),
     ),
+    "a defaultdict that grows": Case(
+        """
+        for step in range(start, 8):
+            losses["train"].append(train(batch()).item())
+            ckpt.step(step)
+        """,
+        before="import collections\nlosses = collections.defaultdict(list)",
+        names=("losses",),
+    ),
     "list of this step": Case(
         """
         for step in range(start, 8):

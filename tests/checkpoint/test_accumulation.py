@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import forked
-from holdfast.checkpoint.entries import carried_tensors, gradients_part, living_gradients
+from holdfast.checkpoint.entries import carried_tensors, fsdp1, gradients_part, living_gradients
 from kit.checkpointers import Make
 
 WORKER = str(Path(__file__).with_name("accumulation_worker.py"))
@@ -161,6 +162,63 @@ def test_gradients_that_were_used_up_cost_nothing(
         assert not named or number == 0 or not none  # only names, where a later step may find the gradients in place
     assert not checkpointer._run.state.gradients._uncleared
     assert not any(parameter._backward_hooks for parameter in loop.model.parameters())
+
+
+def test_gradients_that_the_first_fsdp_holds_are_lost_aloud_where_they_are_zero(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(turns=1, none=False)
+    checkpointer = loop.kept(make, every="0")
+    loop.run(0, 2, checkpointer)
+    monkeypatch.setattr(fsdp1, "units_of", lambda module: [module])
+    gradients = checkpointer._run.state.gradients
+    gradients.note()
+    assert gradients.why_lost == "the first FSDP holds them"
+    assert not gradients.fits(1 << 20)
+
+
+class Operations(TorchDispatchMode):
+    """Lists those that are run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_a_report_runs_no_operation_of_torch_on_gradients(make: Make, number: int) -> None:
+    """One takes three microseconds and more, for each of thousands of parameters, at each micro-batch."""
+    loop = Loop(none=False)
+    checkpointer = loop.kept(make, every="0")
+    loop.run(0, number + 1, checkpointer)
+    with Operations() as operations:
+        checkpointer._run.state.gradients.note()
+    assert not operations.seen
+    assert bool(checkpointer._run.state.gradients._zero) == (number == 3)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (64, 64), (65, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_zero_is_told_from_all_else_by_each_byte(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+    parameter.grad = torch.zeros(shape, dtype=dtype)
+    assert living_gradients.is_zero(parameter)
+    for at in {0, parameter.numel() - 1} if parameter.numel() else ():
+        for value in (5e-40, float("nan"), -0.0):
+            parameter.grad.zero_().view(-1)[at] = value
+            assert not living_gradients.is_zero(parameter), (at, value)
+    if len(shape) == 2:
+        rows = torch.zeros(2 * shape[0], shape[1], dtype=dtype)
+        rows[1::2] = 1
+        parameter.grad = rows[::2]
+        assert living_gradients.is_zero(parameter) == (not shape[0])  # it has gaps, which `put_zero` would not leave
+        parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype).t())
+        parameter.grad = torch.zeros_like(parameter)
+        assert living_gradients.is_zero(parameter)
 
 
 class Heads(torch.nn.Module):

@@ -21,6 +21,9 @@ import holdfast
 from holdfast.base.errors import CorruptError, HoldfastError, LevelNotReached, StorageError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import Structure
+from holdfast.checkpoint.job import keeper_link
+from holdfast.checkpoint.job.keeper_link import ASK_S
+from holdfast.checkpoint.job.slot_reservation import Reservation
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.restorer import Restorer
 from holdfast.checkpoint.save.durable_tracker import DurableTracker
@@ -28,6 +31,8 @@ from holdfast.checkpoint.save.save_handle import never
 from holdfast.cli.stored import versions as look
 from holdfast.core.model import Level, Version
 from holdfast.core.versions.lineage import Lineage
+from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually, start_hurtable
 from kit.checkpointers import Make, Trainee, leave, wait_gone
@@ -246,14 +251,18 @@ def test_one_version_of_so_many_minutes_is_kept(make: Make, tmp_path: Path) -> N
     assert versions(tmp_path / "job") == kept
 
 
-def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make) -> None:
+@pytest.mark.parametrize("num_before", [0, 1], ids=["before the first save", "later"])
+def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(
+    make: Make, num_before: int, caplog: pytest.LogCaptureFixture
+) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
     seen: list[str] = []
     checkpointer.events.subscribe(lambda event: seen.append(event.name))
     checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0).wait("captured", DEADLINE_S)
+    for step in range(num_before):
+        trainee.train()
+        checkpointer.save(step).wait("captured", DEADLINE_S)
     pid = checkpointer.keeper_status()["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -268,6 +277,7 @@ def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert seen.count("memory_level_lost") == 1
+    assert caplog.text.count("is given up: the keeper of this node does not answer") == 1, "not at every step"
 
     deadline = time.monotonic() + DEADLINE_S
     while seen.count("memory_level_back") < 1:
@@ -276,6 +286,71 @@ def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make)
     trainee.train()
     checkpointer.save(4, "durable").wait(timeout_s=DEADLINE_S)
     leave(checkpointer)
+
+
+def test_who_leaves_waits_no_second_time_for_a_keeper_that_answered_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was told to end has a bounded time, and all that is left to do is to say goodbye."""
+    trainee, said = Trainee(), KeeperClient.goodbye
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    waits: list[float] = []
+
+    def goodbye(client: KeeperClient, *, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        waits.append(timeout_s)
+        said(client, finished=finished, timeout_s=timeout_s)
+
+    monkeypatch.setattr(KeeperClient, "goodbye", goodbye)
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    pid = checkpointer.keeper_status()["pid"]
+    keeper = psutil.Process(pid)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        trainee.train()
+        assert "did not answer" in checkpointer.save(1).given_up
+        checkpointer.abandon()
+        assert waits == [ASK_S]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_gone(keeper)
+
+
+def test_the_end_waits_for_no_slots_of_a_keeper_that_is_frozen(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for them with the patience that memory needs, which is minutes."""
+    monkeypatch.setattr(keeper_link, "SILENT_S", 0.5)
+    trainee, wait_all = Trainee(), Reservation.wait_all
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    faults: list[object] = []
+
+    def noted(slots: Reservation, *given: Any, **more: Any) -> bool:
+        there = wait_all(slots, *given, **more)
+        faults.append(there or slots.fault)
+        return there
+
+    monkeypatch.setattr(Reservation, "wait_all", noted)
+    keeper = psutil.Process(checkpointer.keeper_status()["pid"])
+    keeper.suspend()
+    try:
+        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        trainee.train()
+        assert "did not answer" in checkpointer.save(1).given_up
+        memory: Any = checkpointer._run.saver.memory  # type: ignore[union-attr]
+        there = memory._reservation
+        memory._reservation = Reservation(there.client, there.num_bytes, 3, lambda _: None)  # one is missing still
+        checkpointer.close()
+        assert faults == [None], "it came, or was given up by itself"
+    finally:
+        keeper.resume()
+    wait_gone(keeper)
+    assert versions(tmp_path / "job")[-1] == Version(1, 1), "what the keeper held may be there as well"
 
 
 def test_slow_storage_holds_up_no_save_and_gets_the_state_of_its_step(

@@ -77,6 +77,12 @@ def test_what_is_told_names_the_place_and_the_lines_that_keep_it(
     assert said.count("WARNING") == 1
 
 
+def test_no_line_is_told_that_carry_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = told(tmp_path, CASES["a defaultdict that grows"], caplog)
+    assert re.search("losses: a defaultdict that is changed .*; carry keeps it as a dict\n", said)
+    assert "carry(" not in said
+
+
 Make = Callable[..., holdfast.Checkpointer]
 
 

@@ -134,6 +134,7 @@ class Unfinished(RuntimeError):
     def __str__(self): return self.text
 raise Unfinished("planted")
 """
+ENDS_WITH_IT = SAYS_NOTHING.replace("raise Unfinished", "raise SystemExit(Unfinished") + ")"
 HOOK_FAILS = """
 import sys
 def hook(*_): raise OSError("of the hook")
@@ -146,12 +147,13 @@ raise ValueError("planted")
     ("script", "lines"),
     [
         (SAYS_NOTHING, ["Unfinished: <exception str() failed>"]),
+        (ENDS_WITH_IT, []),
         (
             HOOK_FAILS,
             ["Error in sys.excepthook:", "OSError: of the hook", "Original exception was:", "ValueError: planted"],
         ),
     ],
-    ids=["says nothing", "hook fails"],
+    ids=["says nothing", "ends with it", "hook fails"],
 )
 def test_an_error_that_cannot_be_told_is_printed_as_in_plain_python(
     tmp_path: Path, script: str, lines: list[str]

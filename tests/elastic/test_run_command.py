@@ -221,6 +221,26 @@ def test_wrong_flags_are_usage_errors(job: Job) -> None:
     assert [launcher.wait(60) for launcher in launchers] == [2, 2, 2]
 
 
+@pytest.mark.parametrize(
+    "flag", ["--monitor-interval=0", "--monitor-interval=nan", "--exit-grace=nan", "--guard-time=-1", "--spares=-2"]
+)
+def test_numbers_that_no_launcher_can_go_by_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command.main([flag, "train.py"]) == 2
+    assert f"{flag.split('=', maxsplit=1)[0]}=" in capsys.readouterr().err
+
+
+def test_a_launcher_tells_variables_that_mean_nothing_and_where_a_cadence_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DURABLE_EVERY", "often")
+    monkeypatch.setenv("HOLDFAST_DISABLED", "1")
+    assert run_command.main(["train.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("the variable HOLDFAST_DISABLED means nothing; write HOLDFAST_DISABLE\n") == 1
+    assert "'often'" in said
+    assert "[HOLDFAST_DURABLE_EVERY]" in said
+
+
 def test_every_flag_of_torchrun_is_taken() -> None:
     def flags(parser: object) -> set[str]:
         return set(parser._option_string_actions)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ one needs a reason there.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ class Config:
         )
         _require(self.log_level.upper() in LOG_LEVELS, "log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
         for name in ("memory_budget", "replicate_bandwidth"):
-            parse_size(getattr(self, name) or "0")
+            parse_size(getattr(self, name) or "0", where=name)
         parse_share(self.overhead or "1%")
 
     @property
@@ -230,7 +231,40 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         values = over(values, _read_file(Path(file)))
     set_ = {name: _typed(name, environ[v], where=v) for v, name in ENVIRONMENT.items() if v in environ}
     given = {name: _typed(name, v, where="argument") for name, v in (overrides or {}).items() if v is not None}
-    return Config(**over(over(values, set_), given))
+    places = {name: f"{file}: {name}" for name in values}
+    places |= {name: v for v, name in ENVIRONMENT.items() if v in environ}
+    places |= dict.fromkeys(given, "argument")
+    try:
+        return Config(**over(over(values, set_), given))
+    except ConfigError as error:
+        raise ConfigError(error.what, where=places.get(error.where, error.where), remedy=error.remedy) from None
+
+
+def unknown_variables(*, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return for each variable that has a name of ours and means nothing what was probably meant. Never its value."""
+    environ = os.environ if environ is None else environ
+    known = [*ENVIRONMENT, CONFIG_FILE_VARIABLE, DISABLE_VARIABLE]
+    fields = [field.name for field in dataclasses.fields(Config)]
+    prefix = "HOLDFAST_"
+    told = []
+    for name in sorted(environ):
+        if not name.startswith(prefix) or name in known:
+            continue
+        setting = name.removeprefix(prefix).lower()
+        near = _nearest(name, known) if setting not in fields else ""
+        if near:
+            meant = f"write {near}"
+        elif setting := _nearest(setting, fields):
+            meant = f"the setting {setting} has no variable: write it into the file that {CONFIG_FILE_VARIABLE} names"
+        else:
+            meant = f"known: {', '.join(sorted(known))}"
+        told.append(f"the variable {name} means nothing; {meant}")
+    return told
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that a misspelt one is nearest to; empty if none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)), "")
 
 
 def over(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,22 +376,21 @@ def _in_memory(content: bytes) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, *, where: str = "") -> int:
     """Bytes from `"4GiB"`, `"500MB"` or `"1048576"`.
 
     Raises:
-        ConfigError: not a size.
+        ConfigError: not a size; `where` it was said.
     """
+    remedy = 'write it as "4GiB", "500MB" or a number of bytes'
     match = _SIZE.match(text.strip())
     if not match:
-        raise ConfigError(f"{text!r} is not a size", remedy='write it as "4GiB", "500MB" or a number of bytes')
+        raise ConfigError(f"{text!r} is not a size", where=where, remedy=remedy)
     unit = (match[2] or "").lower()
     power = " kmgt".index(unit[0]) if unit else 0
     size = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power
     if size >= MOST_BYTES:
-        raise ConfigError(
-            f"{text[:60]!r} is more than any machine has", remedy='write it as "4GiB", "500MB" or a number of bytes'
-        )
+        raise ConfigError(f"{text[:60]!r} is more than any machine has", where=where, remedy=remedy)
     return int(size)
 
 
@@ -438,7 +471,9 @@ _UNTOLD = {"encryption_key", "secret_file"}
 def _typed(name: str, value: Any, *, where: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(Config)}
     if name not in fields:
-        raise ConfigError(f"unknown setting {name!r}", where=where, remedy=f"known: {', '.join(sorted(fields))}")
+        near = _nearest(name, fields)
+        remedy = f"write {near}" if near else f"known: {', '.join(sorted(fields))}"
+        raise ConfigError(f"unknown setting {name!r}", where=where, remedy=remedy)
     kind: Any = type(fields[name].default)
     try:
         if kind is bool:

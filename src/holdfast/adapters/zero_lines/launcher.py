@@ -128,7 +128,10 @@ def _found(source: str) -> Loop | Nest | str:
 def _said(reason: str) -> str:
     """Returns what a script is told that has no loop to keep, for this reason."""
     if reason == NO_LOOP:
-        return "this script has no training loop of its own; a Trainer of transformers or Lightning is kept when it is built"
+        return (
+            "this script shows no training loop in its text; a Trainer of transformers or Lightning is kept when it is built, and any "
+            "other training begins anew at a restart: holdfast.Checkpointer in the script keeps it"
+        )
     if reason == ITSELF:
         return f"nothing of this script is kept without a line: {reason}"
     return f"no loop of this script is kept: {reason}; {UNKEPT}"

@@ -21,6 +21,7 @@ import xxhash
 
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.capture.copy_plan import cut
+from holdfast.checkpoint.entries.tensor_words import same_memory
 from holdfast.checkpoint.entries.types import LiveTensor
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,6 @@ NUM_PROOFS = 3
 # A tensor on a device is compared in blocks of about this size, which the device needs three times: put in order, from the
 # slot, and as a mask. Torch's allocator on CUDA takes 20 MiB at a time for these.
 BLOCK_BYTES = 6 << 20
-
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_libc.memcmp.restype = ctypes.c_int
 
 
 class MutationHistory:
@@ -101,7 +98,7 @@ def same_bits(live: torch.Tensor, copy: torch.Tensor) -> bool:
     if live.numel() and not live.data_ptr():  # its memory was taken away
         return False
     if live.device.type == "cpu" and live.is_contiguous():
-        return not live.nbytes or _libc.memcmp(live.data_ptr(), copy.data_ptr(), live.nbytes) == 0
+        return same_memory(live.data_ptr(), copy.data_ptr(), live.nbytes)
     if live.device.type == "cpu" or not live.dim() or not live.numel():
         return torch.equal(_bits(live.contiguous()), _bits(copy.to(live.device)))
     # Before a step a device may have no memory left for a whole tensor: block by block.

@@ -137,16 +137,17 @@ class GradientsPart(TransientPart):
                 return
         zero: list[str] = []
         absent: list[str] = []
+        held = any(map(fsdp1.units_of, self._modules()))  # it loses what is put back, zeros too: that is told
         for number, (key, parameter) in enumerate(self._parameters().items()):
             grad, name = parameter.grad, self._names.get(key)
             lives = grad is not None and self._lives(key, parameter)
-            is_cleared = lives and name is not None and living_gradients.is_zero(parameter)
+            is_cleared = lives and name is not None and not held and living_gradients.is_zero(parameter)
             if grad is not None and lives and not is_cleared:
                 self._living[str(number)] = parameter, _seen(grad)
             elif name is not None:
                 stays = grad is not None and key in self._stays and living_gradients.may_be_zero(parameter, grad)
                 (zero if is_cleared or stays else absent).append(name)
-        if zero and not any(map(fsdp1.units_of, self._modules())):
+        if zero and not held:
             self._zero = (True, absent) if len(absent) < len(zero) else (False, zero)
         self._plain = self._plain + 1 if all_stepped and not self._living and not self._zero else 0
 

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.entries import carried_tensors
 from holdfast.checkpoint.entries.sharding import local_of
+from holdfast.checkpoint.entries.tensor_words import same_memory
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 # Why no version is right where they cannot be carried.
 UNSURE = "gradients live from one step to the next"
-# So many bytes are looked at first: of what is not zero they mostly say so.
-_HEAD = 4096
+_ZEROS = bytes(4096)
 
 
 def there_are(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> bool:
@@ -153,14 +153,19 @@ def may_be_zero(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
 def is_zero(parameter: torch.Tensor) -> bool:
     """Tell whether the gradient of a parameter, which has one, is that of `put_zero`. One on a device is not looked at: that would wait.
 
-    The bytes are read, at up to 30 GB/s on one core: a third of the time of a copy.
+    Each step that is reported asks this of each gradient, so it takes a microsecond or two, and as long as one read if it is zero.
     """
     assert parameter.grad is not None
-    grad = local_of(parameter.grad).detach()
-    if not grad.is_cpu or grad.is_conj() or not may_be_zero(parameter, grad) or not _is_gapless(grad):
+    grad = local_of(parameter.grad)
+    if not grad.is_cpu or not may_be_zero(parameter, grad) or grad.is_conj():
         return False
-    flat = grad.as_strided((grad.numel(),), (1,)).view(torch.uint8)
-    return not flat[:_HEAD].any() and not flat.any()
+    if not grad.is_contiguous() and not _is_gapless(grad):
+        return False
+    address, num_bytes = grad.data_ptr(), grad.nbytes
+    if num_bytes and not address:  # its memory was taken away
+        return False
+    head = min(num_bytes, len(_ZEROS))  # the rest is zero if each of its bytes equals the one so far before it
+    return same_memory(address, _ZEROS, head) and same_memory(address + head, address, num_bytes - head)
 
 
 def put_zero(parameter: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ and `checkpoint.survivors.unchanged_state`.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import operator
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 _WORD = 8
 # So many bytes are searched of torch's tensor, its storage, and its counter of writes.
 _SEARCHED, _SEARCHED_STORAGE, _SEARCHED_COUNTER = 192, 64, 24
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memcmp.restype = ctypes.c_int
 _count, _impl = operator.attrgetter("_version"), operator.attrgetter("_cdata")
 
 
@@ -50,6 +54,11 @@ def foreign(first: int, end: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     shape = ((end - first) // kind.itemsize,)
     interface = {"data": (first, True), "shape": shape, "typestr": kind.str, "version": 3}
     return np.asarray(_Memory(interface))
+
+
+def same_memory(one: int, other: int | bytes, num_bytes: int) -> bool:
+    """Return whether the bytes from two addresses on are the same; releases the interpreter's lock, and ends at the first that differs."""
+    return not num_bytes or _libc.memcmp(one, other, num_bytes) == 0
 
 
 class Words:

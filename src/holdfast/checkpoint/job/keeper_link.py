@@ -30,6 +30,7 @@ from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.scheduling.step_agreement import Appointment
 from holdfast.keeper.rpc.client import Assembly, KeeperClient, Slot
 from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire import tcp
 
@@ -203,9 +204,10 @@ class KeeperLink:
 
     def go_without_keeper(self, *, finished: bool) -> None:
         """The job goes on without keepers; until `open` none is looked for. `finished`: what this one holds may go."""
+        silent = self.silent
         with self._lock:
             self._closed = True
-        self._say_goodbye(finished=finished)
+        self._say_goodbye(finished=finished, silent=silent)
         self._let_port_go()
         self._client = None
 
@@ -314,13 +316,14 @@ class KeeperLink:
 
     def close(self, *, finished: bool) -> None:
         """Says goodbye and unmaps the slots; `finished`: this rank will not come back."""
+        silent = self.silent
         with self._lock:
             self._closed = True
         if self._mending is not None:
             self._mending.join(JOIN_TIMEOUT_S)
         if self._asking is not None:
             self._asking.join(JOIN_TIMEOUT_S)
-        self._say_goodbye(finished=finished)
+        self._say_goodbye(finished=finished, silent=silent)
         for slot in self._slots:
             slot.close()
         self._let_port_go()
@@ -332,11 +335,12 @@ class KeeperLink:
         thread.start()
         self._behind.append(thread)
 
-    def _say_goodbye(self, *, finished: bool) -> None:
+    def _say_goodbye(self, *, finished: bool, silent: bool) -> None:
+        """`silent`: it has been waited for in vain already, and reads our goodbye when it wakes up."""
         client = self.client
         if client is not None:
             try:
-                client.goodbye(finished=finished)
+                client.goodbye(finished=finished, timeout_s=ASK_S if silent else CALL_TIMEOUT_S)
             except HoldfastError as error:
                 logger.warning("the keeper did not take our goodbye: %s", error)
         if self._client is not None:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # With fewer cores the threads that make pages take those that a restore needs: pages are made after it.
 CORES_FOR_BOTH = 8
+# How often who waits for slots looks whether that is in vain.
+LOOK_S = 1.0
 
 
 def comes_after_restore() -> bool:
@@ -113,16 +115,21 @@ class Reservation:
         """Return how long ago it began."""
         return time.monotonic() - self._began_s
 
-    def wait(self, num_slots: int, timeout_s: float) -> bool:
-        """Waits until so many slots are there, or will not be; whether they are."""
+    def wait(self, num_slots: int, timeout_s: float, *, hopeless: Callable[[], object] = lambda: False) -> bool:
+        """Waits until so many slots are there, or will not be, or `hopeless` says so; whether they are."""
         wanted = min(num_slots, self._num_slots)
+        until = time.monotonic() + timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: len(self._there) >= wanted or self.fault or self._is_over, timeout_s)
+            while (left_s := until - time.monotonic()) > 0.0 and not hopeless():
+                if self._changed.wait_for(
+                    lambda: len(self._there) >= wanted or self.fault or self._is_over, min(left_s, LOOK_S)
+                ):
+                    break
             return len(self._there) >= wanted
 
-    def wait_all(self, timeout_s: float) -> bool:
+    def wait_all(self, timeout_s: float, *, hopeless: Callable[[], object] = lambda: False) -> bool:
         """The same for all of them."""
-        return self.wait(self._num_slots, timeout_s)
+        return self.wait(self._num_slots, timeout_s, hopeless=hopeless)
 
     def again(self, client: KeeperClient) -> Reservation:
         """The same of another keeper, which was handed the slots that are there."""

@@ -33,6 +33,26 @@ class _AsItWas:
     larger: SeenTensors
 
 
+class RepeatedReasons:
+    """Tells a reason that comes again with every step at level WARNING once within `TELL_EVERY_S`, else at level DEBUG.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: tuple[str, float] = ("", 0.0)
+
+    def level(self, reason: str) -> int:
+        """Return the level at which to log it now."""
+        now, (before, told_s) = self._clock(), self._last
+        if reason == before and now - told_s < TELL_EVERY_S:
+            return logging.DEBUG
+        self._last = reason, now
+        return logging.WARNING
+
+
 class LeftOutSaves:
     """Those since the last one that found a slot.
 

@@ -44,7 +44,7 @@ from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.job.slot_reservation import Reservation, comes_after_restore
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
-from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES, LeftOutSaves
+from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES, LeftOutSaves, RepeatedReasons
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.save.slot_patience import SlotPatience, Waits
@@ -155,6 +155,7 @@ class Saver:
         self._patience = SlotPatience(config.begin_timeout_s, config.close_timeout_s)
         self._patience_s = config.begin_timeout_s  # of the save that runs
         self.left_out = LeftOutSaves()
+        self._reasons = RepeatedReasons()
         self._widened: Reservation | None = None
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
@@ -206,6 +207,7 @@ class Saver:
         """Waits until all slots are there or will not be, at most so long; None: as long as so much memory may need.
 
         Returns whether they are there. What is not there in time comes behind training; saves before the first are given up.
+        A keeper that is known to be frozen is not waited for.
         """
         reservation = self._reservation
         if reservation is None:
@@ -213,7 +215,7 @@ class Saver:
         reservation.begin(self._link.behind)
         if timeout_s is None:
             timeout_s = patience_s(reservation.num_bytes * self._config.num_slots)
-        there = reservation.wait_all(timeout_s)
+        there = reservation.wait_all(timeout_s, hopeless=lambda: self._link.trouble)
         if reservation.fault is not None and not there:
             self._note_fault(reservation)
         return there
@@ -353,6 +355,8 @@ class Saver:
         except NoSlotYet as error:
             self._leave_out(handle, str(error))
         except KeeperLost as error:
+            if (client := self._link.client) is not None:
+                self._link.heard_nothing(client)  # whatever was asked of it: no later save waits for that again
             self.give_up(handle, f"the keeper is lost: {error.what}")
             self._link.mend()
         except HoldfastError as error:
@@ -497,9 +501,9 @@ class Saver:
         plan = structure.plan(values)
         if plan.num_bytes > self._reserved:
             grow(client, plan, taken.gathered)
-        self._link.unannounced.announce(client)
         version, told = taken.handle.version, list[Begun]()
         try:
+            self._link.unannounced.announce(client)
             slot = client.begin(
                 version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s, ask_again=self._behind(),
                 told=told.append, comes_back=taken.why is Waits.DUE,
@@ -748,7 +752,7 @@ class Saver:
 
     def give_up(self, handle: SaveHandle, reason: str) -> None:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
-        logger.warning("%s is given up: %s", handle.version, reason)
+        logger.log(self._reasons.level(reason), "%s is given up: %s", handle.version, reason)
         handle.give_up(reason)
         if not self._streams.drain(self._config.fence_timeout_s):
             # The keeper gives the slot away as soon as it hears, and a device may still write to it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, GeneratorType, ModuleType
@@ -63,9 +63,7 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
         value = names.get(name)
         kind = "" if name not in names or given.has(value) else kind_of(value)
         if kind:
-            yield Finding(
-                name, f"{kind} that lives from one step to the next, set in line {line}", _token(value), carried=True
-            )
+            yield _carried(name, value, f"{kind} that lives from one step to the next, set in line {line}")
     for path, line in found.changed.items():
         yield from _of_changed(path, line, names, given)
     for name, value in _things(found, names):
@@ -141,9 +139,24 @@ def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) ->
         text = f"a deque that is changed from one step to the next, in line {line}; carry keeps it as a list"
         yield Finding(path, text, _token(value))
     elif kind := kind_of(value):
-        yield Finding(
-            path, f"{kind} that is changed from one step to the next, in line {line}", _token(value), carried=True
-        )
+        yield _carried(path, value, f"{kind} that is changed from one step to the next, in line {line}")
+
+
+def _carried(name: str, value: Any, text: str) -> Finding:
+    """Returns what is found of a value that `carry` keeps, if it is no class of its own, or holds none."""
+    kinds = {kind.__mro__[-2].__name__ for kind in _classes(value)}
+    if kinds:
+        text += f"; carry keeps it as a {', '.join(sorted(kinds))}"
+    return Finding(name, text, _token(value), carried=not kinds)
+
+
+def _classes(value: Any) -> Iterator[type]:
+    """Yields the classes of containers in a value that `carry` refuses: `defaultdict`, those of `namedtuple`."""
+    if isinstance(value, dict | list | tuple) and not isinstance(value, torch.Size):
+        if type(value) not in (dict, list, tuple, OrderedDict, Counter):
+            yield type(value)
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _classes(part)
 
 
 def _is_data(value: object) -> bool:

@@ -51,7 +51,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 from torch.distributed.run import run as torchrun
 
-from holdfast.base.config import DISABLE_VARIABLE, Config, disabled
+from holdfast.base.config import DISABLE_VARIABLE, Config, disabled, unknown_variables
 from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.process_label import label_process
@@ -68,7 +68,15 @@ from holdfast.elastic.launch.foreign_launcher_env import Aliases
 from holdfast.elastic.launch.keeper_hints import KeeperHints
 from holdfast.elastic.launch.rendezvous.standby_store import any_calls
 from holdfast.elastic.launch.rendezvous.store_failover import SILENT_S, MovingRendezvous, fall_silent
-from holdfast.elastic.launch.run_flags import ALONE, build_parser, is_given, limits_of, pass_on_settings, prepare
+from holdfast.elastic.launch.run_flags import (
+    ALONE,
+    build_parser,
+    check_numbers,
+    is_given,
+    limits_of,
+    pass_on_settings,
+    prepare,
+)
 from holdfast.elastic.processes import forkserver
 from holdfast.elastic.processes.exit_guard import ExitGuard
 from holdfast.elastic.processes.process_supply import ProcessSupply
@@ -132,7 +140,7 @@ def main(
         if disabled():
             return _plain_torchrun(argv)
         found = foreign_launcher_env.read(config_aliases())
-        for note in found.notes:
+        for note in (*unknown_variables(), *found.notes):
             sys.stderr.write(f"holdfast run: {note}\n")
         if found.scheduler:
             return foreign_launcher_env.keep_store(found)
@@ -153,6 +161,7 @@ def _read_job(argv: Sequence[str] | None, found: Aliases) -> _Job:
     parser = build_parser()
     parser.set_defaults(**found.defaults)
     args = parser.parse_args(argv)
+    check_numbers(args)
     settings = pass_on_settings(args)
     prepare(args)
     config, entrypoint, arguments = _launch_config(args)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import re
 import uuid
@@ -176,17 +177,33 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
     settings = load()
     if variables["runtime_dir"] in os.environ:
         os.environ[variables["runtime_dir"]] = settings.runtime_dir
-    for text in (settings.every, settings.durable_every):
-        _check_cadence(text)
+    for field in ("every", "durable_every"):
+        _check_cadence(getattr(settings, field), variables[field] if variables[field] in os.environ else field)
     return settings
 
 
-def _check_cadence(text: str) -> None:
+def _check_cadence(text: str, where: str) -> None:
     """A wrong cadence is told here once, not by every rank after its start."""
     try:
         Cadence.parse(text)
     except ValueError as error:
-        raise UsageError(str(error), remedy="give steps (10), seconds (30s) or both (10,30s)") from error
+        raise UsageError(str(error), where=where, remedy="give steps (10), seconds (30s) or both (10,30s)") from error
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers that no launcher can go by, before anything is started.
+
+    Raises:
+        UsageError: the flag with its number, and what is allowed.
+    """
+    for name in ("spares", "guard_time", "exit_grace"):
+        value = getattr(args, name)
+        if not value >= 0:
+            raise UsageError(
+                f"--{name.replace('_', '-')}={value} is out of range", remedy="give a number of at least 0"
+            )
+    if not 0 < args.monitor_interval < math.inf:
+        raise UsageError(f"--monitor-interval={args.monitor_interval} is out of range", remedy="give a number above 0")
 
 
 def prepare(args: argparse.Namespace) -> None:

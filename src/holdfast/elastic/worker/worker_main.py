@@ -23,6 +23,7 @@ An error that looks like a broken group is held back until the agent says whose 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import re
@@ -466,7 +467,8 @@ def _print(error: BaseException) -> None:
             _write("\nOriginal exception was:\n")
             sys.__excepthook__(type(error), error, error.__traceback__)
     elif not isinstance(error.code, int | None):
-        _write(f"{error.code}\n")
+        with contextlib.suppress(Exception):  # as Python, which says nothing of what cannot be told
+            _write(f"{error.code}\n")
 
 
 def _write(text: str) -> None:
