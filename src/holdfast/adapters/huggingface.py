@@ -657,8 +657,6 @@ def _of_trl(trainer: Any) -> dict[str, Any]:
 class _Counts:
     """The `TrainerState` and what the trainer counts beside it, as an object with a state."""
 
-    holdfast_keeps_modes = True
-
     def __init__(self, trainer: Any, keeping: _Keeping) -> None:
         self._trainer = trainer
         self._keeping = keeping

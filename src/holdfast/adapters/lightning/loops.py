@@ -44,8 +44,6 @@ class Place:
         trainer: a Trainer whose `fit` has begun.
     """
 
-    holdfast_keeps_modes = True
-
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._fit = trainer.fit_loop

@@ -380,7 +380,6 @@ class Doubts(ABC):
     """
 
     holdfast_saves_gradients = True
-    holdfast_keeps_modes = True
 
     def __init__(self, group: collectives.Ranks, began: Mapping[str, str]) -> None:
         self._rank, self._began = group.rank, began

@@ -42,7 +42,6 @@ from holdfast.checkpoint.entries.entries import (
     twice,
 )
 from holdfast.checkpoint.entries.gradients_part import SAVES_THEM, GradientsPart
-from holdfast.checkpoint.entries.module_modes import KEEPS_THEM, ModesPart
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
 from holdfast.checkpoint.entries.sharding import Layouts, as_patterns
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, LoadRecord, SavedTensor
@@ -63,8 +62,7 @@ _RNG = "rng"
 _INFO = "info"
 _CARRIED = "carried"
 _GRADIENTS = "gradients"
-_MODES = "module_modes"
-_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, _MODES, EXCLUDED, MEMORY_ORDER)
+_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, EXCLUDED, MEMORY_ORDER)
 
 
 class State:
@@ -116,9 +114,8 @@ class State:
         self.carried = CarriedPart(_CARRIED)
         theirs = any(getattr(type(value), SAVES_THEM, False) for value in objects.values())
         self.gradients = GradientsPart(_GRADIENTS, lambda: self.optimizers, lambda: self.modules, off=theirs)
-        self.stepped = self._note_step
-        self._modes = ModesPart(_MODES, _modules_of(self._parts, objects), (began or {}).get(_MODES))
-        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients, self._modes]
+        self.stepped = self.gradients.stepped
+        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients]
         self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
@@ -150,12 +147,8 @@ class State:
 
     @property
     def began(self) -> dict[str, Keys]:
-        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back. And the modes of modules."""
-        return {part.name: part.began for part in self._parts if isinstance(part, DictPart | ModesPart)}
-
-    def _note_step(self, optimizer: Optimizer) -> None:
-        self.gradients.stepped(optimizer)
-        self._modes.stepped()
+        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back."""
+        return {part.name: part.began for part in self._parts if isinstance(part, DictPart)}
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -422,13 +415,6 @@ def _with_inner(parts: Sequence[Part]) -> Iterator[Part]:
             if id(inner.optimizer) not in known:
                 known.add(id(inner.optimizer))
                 yield inner
-
-
-def _modules_of(parts: Sequence[Part], objects: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Returns the modules whose modes nobody else keeps, by name."""
-    if any(getattr(type(value), KEEPS_THEM, False) for value in objects.values()):
-        return {}
-    return {part.name: part.module for part in parts if isinstance(part, ModelPart)}
 
 
 def _order(part: Part) -> int:
