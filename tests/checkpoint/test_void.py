@@ -447,6 +447,7 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     agent: Any = SimpleNamespace(_round=SimpleNamespace(), _unfit="", _serial=2, _worker_group=workers)
     agent._run_anew = lambda why, worker_slot: Agent._run_anew(agent, why, worker_slot)
     agent._hear = lambda worker_slot: Agent._hear(agent, worker_slot)
+    agent._rank_of = lambda worker_slot: Agent._rank_of(agent, worker_slot)
     agent._note_state = lambda *_: None
     assert not Agent._died(agent, worker_slot), "it is judged as a failure"
     assert (worker_slot.status, agent._unfit) == (WorkerStatus.UNFIT, "")

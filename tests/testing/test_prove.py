@@ -175,17 +175,19 @@ def test_a_forgotten_value_is_found_at_the_step_behind_the_restart(bench: Bench)
 
 def test_a_daemon_of_the_script_is_found_by_its_environment(tmp_path: Path) -> None:
     log, other = tmp_path / "kill-1" / "steps", tmp_path / "kill-11" / "steps"
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
     environment = {**os.environ, **RunNotes(str(log), []).variable()}
-    daemon = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    daemon = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    assert daemon.stdin is not None
+    assert daemon.stdout is not None
     try:
+        daemon.stdout.readline()  # the kernel shows no environment of a process that has only begun
         assert strays(log) == [daemon.pid]
         assert strays(other) == []
     finally:
         daemon.kill()
-        daemon.wait()
-        assert daemon.stdin is not None
-        daemon.stdin.close()
+        daemon.communicate()
 
 
 @pytest.mark.slow
