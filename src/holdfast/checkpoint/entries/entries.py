@@ -565,5 +565,5 @@ class NotedPart(TransientPart):
         self.restored: dict[str, Any] = {}
 
     def apply(self, loading: Loading) -> None:
-        """Only notes it: what it means is the caller's."""
+        """Notes what was restored; what it means is the caller's."""
         self.restored = dict(loading.value(self.name)) if loading.has(self.name) else {}

@@ -8,7 +8,8 @@ The two are told apart by a look behind each optimizer step: which tensor the gr
 counted a write to it. A gradient of which both are still so when a step is reported was used up. Any other lives.
 
 One that was used up and is the same tensor from step to step is cleared in place. Of it a version has the name: it comes back as
-zero. So does one that was cleared in place already, and is zero when the step is reported. A parameter with a gradient of zero is stepped by decay and momentum, and one with none is not.
+zero. So does one that was cleared in place already, and is zero when the step is reported. A parameter with a gradient of zero is
+stepped by decay and momentum, and one with none is not.
 
 Of many parameters a sample is looked at, as long as every optimizer made a step since the last report, nothing of the sample lives, and
 the last looks at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much
