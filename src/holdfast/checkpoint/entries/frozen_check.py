@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class FrozenCheck(TransientPart):
-    """Which parameters of all optimizers are trained; a checkpoint need not have it.
+    """Compares which parameters of all optimizers are trained; a checkpoint need not have it.
 
     Args:
         name: what its value is called.
