@@ -165,8 +165,15 @@ class GradientsPart(TransientPart):
 
     def fits(self, most: int) -> bool:
         """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""
-        grads = [local_of(parameter.grad) for parameter, _ in self._living.values() if parameter.grad is not None]
-        return all(grad.is_cpu for grad in grads) and sum(grad.nbytes for grad in grads) <= most and not self.why_lost
+        return all(grad.is_cpu for grad in self._grads()) and self.num_bytes <= most and not self.why_lost
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of what lives."""
+        return sum(grad.nbytes for grad in self._grads())
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [local_of(parameter.grad) for parameter, _ in self._living.values() if parameter.grad is not None]
 
     @property
     def why_lost(self) -> str:
