@@ -133,11 +133,11 @@ def _beginnings(scope: Scope, loop: Loop) -> Iterator[tuple[str, object]]:
         for name in names:
             values.setdefault(name, []).append(value if len(names) == 1 else None)
     for name, found in values.items():
-        value: ast.expr | None = found[0]
-        if isinstance(value, ast.Call) and ast.unparse(value) in _INFINITE:
-            value = ast.Constant(_INFINITE[ast.unparse(value)])
-        if len(found) == 1 and isinstance(value, ast.Constant) and not isinstance(value.value, str):
-            yield name, value.value
+        begins = found[0] if len(found) == 1 else None
+        if isinstance(begins, ast.Call) and ast.unparse(begins) in _INFINITE:
+            yield name, _INFINITE[ast.unparse(begins)]
+        elif isinstance(begins, ast.Constant) and not isinstance(begins.value, str):
+            yield name, begins.value
 
 
 def _handed(loops: Sequence[Loop], function: str, least: int) -> dict[int, tuple[str, ...]]:
