@@ -440,17 +440,55 @@ def test_where_an_object_saves_them_no_parameter_gets_a_hook() -> None:
     assert hooks == {False: True, True: False}
 
 
-def test_of_each_optimizer_it_is_looked_whether_the_script_clears_what_it_used() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    clears, leaves = (torch.optim.SGD([each], lr=0.1) for each in parameters)
-    part = gradients_part.GradientsPart("gradients", lambda: (clears, leaves), list)
-    for _ in range(3):
-        clears.zero_grad(set_to_none=False)
+def test_of_each_parameter_it_is_looked_whether_the_script_clears_what_it_used() -> None:
+    """Two optimizers; and within one of them a parameter that is none of the model's, so that `model.zero_grad()` passes it over."""
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    optimizers = [torch.optim.SGD(parameters[at : at + 2], lr=0.1) for at in (0, 2)]
+    part = gradients_part.GradientsPart("gradients", lambda: optimizers, list)
+    for _ in range(4):
+        for cleared in parameters[:3]:
+            if cleared.grad is not None:
+                cleared.grad.zero_()
         sum(each.sum() for each in parameters).backward()
-        for optimizer in (clears, leaves):
+        for optimizer in optimizers:
             optimizer.step()
             part.stepped(optimizer)
         part.note()
-    assert [part.fits(most) for most in (2 * 3 * 4 - 1, 2 * 3 * 4)] == [False, True], (
-        "all live where one is not cleared"
-    )
+    assert [*part._living] == ["3"]
+
+
+def weights_of_losses(make: Make, at: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A run of a model beside which the optimizer has weights of losses, and one that restarts behind step `at`."""
+    ends = []
+    for kills in (False, True):
+        lives = [(0, at + 1), (at + 1, 12)] if kills else [(0, 12)]
+        for begin, end in lives:
+            torch.manual_seed(3)
+            model, weights = torch.nn.Linear(8, 2), torch.nn.Parameter(torch.zeros(2))
+            optimizer = torch.optim.AdamW([*model.parameters(), weights], lr=0.1)
+            checkpointer: Any = make(model=model, weights={"weights": weights}, optimizer=optimizer, every="1")
+            assert not kills or checkpointer.restore() == begin
+            for number in range(begin, end):
+                model.zero_grad()
+                losses = model(torch.full((4, 8), float(number % 5))).square().mean(0)
+                ((-weights).exp() * losses + weights).sum().backward()
+                optimizer.step()
+                if kills:
+                    checkpointer.step(number)
+            checkpointer.close()
+        ends.append([each.detach() for each in (*model.parameters(), weights)])
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("at", [3, 6])
+def test_what_a_script_never_clears_beside_what_it_clears_lives_on(make: Make, at: int) -> None:
+    whole, again = weights_of_losses(make, at)
+    assert all(map(torch.equal, whole, again))
+
+
+def test_a_version_of_before_it_was_known_that_a_gradient_is_never_cleared_is_told(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, again = weights_of_losses(make, 0)
+    assert not all(map(torch.equal, whole, again))
+    assert caplog.text.count("does not clear the gradient of weights.weights") == 1

@@ -92,6 +92,20 @@ def test_state_that_is_too_large_is_refused_with_its_size(page: SnapshotPage, mo
     assert page.read() == {}
 
 
+def test_gradients_that_are_added_up_do_not_count_as_state_that_is_too_large(
+    page: SnapshotPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    small = sum(live.local.nbytes for live in job.state.gather().tensors.values() if not live.late)
+    monkeypatch.setattr(step_snapshot, "MAX_BYTES", small)
+    job.step()
+    job.survivor.note(version(0))
+    job.model(torch.ones(1, 3)).sum().backward()
+    job.state.gradients.note()
+    job.survivor.note(version(1))
+    assert any(name.startswith("gradients") for name in page.read()[version(1)].small)
+
+
 def test_between_two_optimizer_steps_the_state_is_live_and_nobody_can_write_to_it(page: SnapshotPage) -> None:
     job = Job()
     job.step()

@@ -15,9 +15,9 @@ Of many parameters a sample is looked at, as long as every optimizer made a step
 the last looks at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much
 is saved then. What a backward pass behind the step gives to parameters outside of the sample alone is found at the next look at all.
 
-A script may also never clear what was used, or not at each step. Where a gradient is the same tensor at two optimizer steps, it is
-looked at behind this step and behind the next, when a backward pass begins to add to it: if nobody has written to it by then, all
-gradients live from there on.
+A script may also never clear what was used, or not at each step, or not all of it. A gradient that is the same tensor at two optimizer steps
+is looked at behind this step and behind the next, when a backward pass begins to add to it: if nobody has written to it by then, it lives
+from there on.
 
 MUST NOT hold a gradient: its memory is the script's to free.
 """
@@ -48,7 +48,7 @@ _LOST = "lost"
 SAMPLE = 512
 FULL_EVERY = 64
 FULL_FIRST = 3
-# Behind so many optimizer steps it is looked whether the script clears what was used: who clears at every second does behind the other.
+# Behind so many steps it is looked whether the script clears what a parameter used: who clears at every second does behind the other.
 LOOKS = 2
 _Seen = tuple[weakref.ref[torch.Tensor], object]
 
@@ -86,8 +86,9 @@ class GradientsPart(TransientPart):
             str, tuple[torch.Tensor, _Seen]
         ] = {}  # by number: a parameter, its gradient as it was reported
         self._names: dict[int, str] = {}  # of parameters, by id
-        self._looks: dict[int, int] = {}  # by optimizer: at whether the script clears what it used
-        self._uncleared = False  # what came of it
+        self._looks: dict[int, int] = {}  # by a parameter's id: at whether the script clears what it used
+        self._uncleared: set[int] = set()  # those of which it does not
+        self._is_back = self._is_told = False  # a version was restored; it was told that it lacks such a gradient
         self._sample: dict[int, torch.Tensor] = {}  # by id: those looked at since the last report
         self._stepped: set[int] = set()  # optimizers since the last report, by id
         self._reports = self._plain = 0
@@ -114,11 +115,13 @@ class GradientsPart(TransientPart):
         if self._is_quick:
             parameters = parameters[:: -(-len(parameters) // SAMPLE)]
         used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
-        if used and not self._uncleared and self._looks.get(id(optimizer), 0) < LOOKS:
-            self._ask(optimizer, next(p for p in parameters if id(p) in used))
-        for key, seen in used.items():
+        for parameter in parameters:
+            if (seen := used.get(key := id(parameter))) is None:
+                continue
             before = self._used.get(key)
             (self._stays.add if before is None or before[0]() is seen[0]() else self._stays.discard)(key)
+            if before is not None and key not in self._uncleared and self._looks.get(key, 0) < LOOKS:
+                self._ask(parameter, stayed=before[0]() is seen[0]())
         self._used.update(used)
         self._sample.update((id(p), p) for p in parameters)
         self._stepped.add(id(optimizer))
@@ -158,12 +161,19 @@ class GradientsPart(TransientPart):
 
     def _lives(self, key: int, parameter: torch.Tensor) -> bool:
         """Return whether the next step reads the gradient of a parameter."""
-        return (grad := parameter.grad) is not None and (self._uncleared or not _is(grad, self._used.get(key)))
+        return (grad := parameter.grad) is not None and (key in self._uncleared or not _is(grad, self._used.get(key)))
 
     def fits(self, most: int) -> bool:
         """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""
-        grads = [local_of(parameter.grad) for parameter, _ in self._living.values() if parameter.grad is not None]
-        return all(grad.is_cpu for grad in grads) and sum(grad.nbytes for grad in grads) <= most and not self.why_lost
+        return all(grad.is_cpu for grad in self._grads()) and self.num_bytes <= most and not self.why_lost
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of what lives."""
+        return sum(grad.nbytes for grad in self._grads())
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [local_of(parameter.grad) for parameter, _ in self._living.values() if parameter.grad is not None]
 
     @property
     def why_lost(self) -> str:
@@ -187,7 +197,11 @@ class GradientsPart(TransientPart):
         elif self._living or self._zero or self._uncleared:
             living = {number: parameter for number, (parameter, _) in self._living.items()}
             of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
-            kept = {"uncleared": self._uncleared, "zero": self._zero}
+            # All of them without a name each, as older releases had it.
+            uncleared = self._uncleared >= self._parameters().keys() or sorted(
+                self._names[key] for key in self._uncleared & self._names.keys()
+            )
+            kept = {"uncleared": uncleared, "zero": self._zero}
             out.transient(self.name, {"of": of, "gradients": living_gradients.as_saved(living), **kept})
 
     def plan(self, loading: Loading) -> None:
@@ -208,7 +222,11 @@ class GradientsPart(TransientPart):
             logger.warning("gradients were being added up when this version was saved, and are lost: %s", why)
         if self.off:
             return
-        self._uncleared = saved.get("uncleared", self._uncleared)
+        self._is_back = True
+        if (uncleared := saved.get("uncleared")) is not None:
+            self._uncleared = {
+                key for key in self._parameters() if uncleared is True or self._names.get(key) in set(uncleared or ())
+            }
         # Those that were used up too: the next backward pass would add to them.
         for parameter in self._parameters().values():
             living_gradients.clear(parameter)
@@ -220,24 +238,31 @@ class GradientsPart(TransientPart):
                 living_gradients.put_zero(parameter)
         self.note()
 
-    def _ask(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    def _ask(self, parameter: torch.Tensor, *, stayed: bool) -> None:
         """Looks, when the next backward pass comes to a parameter, whether its gradient is as its optimizer's step left it."""
-        before = self._used.get(id(parameter))
-        stayed = before is not None and before[0]() is parameter.grad
-        looks = self._looks.get(id(optimizer), 0)
+        looks = self._looks.get(key := id(parameter), 0)
         if not (stayed or looks) or not parameter.requires_grad:
             return
-        self._looks[id(optimizer)] = looks + 1
+        self._looks[key] = looks + 1
 
         def look(_: torch.Tensor) -> None:
             handle.remove()
-            if parameter.grad is not None and _is(parameter.grad, self._used.get(id(parameter))):
-                self._uncleared = True
-                logger.info(
-                    "this script does not clear gradients that an optimizer's step has used: versions have them"
-                )
+            if parameter.grad is not None and _is(parameter.grad, self._used.get(key)):
+                self._found_uncleared(key)
 
         handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
+
+    def _found_uncleared(self, key: int) -> None:
+        if self._is_back and not self._is_told:
+            logger.warning(
+                "this script does not clear the gradient of %s that an optimizer's step has used, and the version that was restored lacks "
+                "it: that was not known yet when it was saved. Training goes on otherwise than the run that saved would have",
+                self._names.get(key, "a parameter"),
+            )
+            self._is_told = True
+        elif not self._uncleared:
+            logger.info("this script does not clear gradients that an optimizer's step has used: versions have them")
+        self._uncleared.add(key)
 
     def _place(self, parameter: torch.Tensor, layouts: Layouts) -> list[Any]:
         """Returns what a gradient is of: a parameter, or a part of it, on a rank of a job of so many."""

@@ -41,6 +41,7 @@ from holdfast.checkpoint.entries.entries import (
     mismatch,
     twice,
 )
+from holdfast.checkpoint.entries.frozen_check import FrozenCheck
 from holdfast.checkpoint.entries.gradients_part import SAVES_THEM, GradientsPart
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
 from holdfast.checkpoint.entries.sharding import Layouts, as_patterns
@@ -62,7 +63,8 @@ _RNG = "rng"
 _INFO = "info"
 _CARRIED = "carried"
 _GRADIENTS = "gradients"
-_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, EXCLUDED, MEMORY_ORDER)
+_FROZEN = "frozen_or_thawed"
+_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, _FROZEN, EXCLUDED, MEMORY_ORDER)
 
 
 class State:
@@ -84,7 +86,6 @@ class State:
         info: what a caller writes beside a save.
         carried: values of the loop that live from step to step.
         gradients: those that live from step to step.
-        stepped: told of every step that an optimizer has made.
         excluded: what the version says of entries that were left out of it.
         overwritten: entries of which an attempt that was not finished may have left a part in the objects. Whoever makes
             another state of the same objects hands it on.
@@ -114,8 +115,8 @@ class State:
         self.carried = CarriedPart(_CARRIED)
         theirs = any(getattr(type(value), SAVES_THEM, False) for value in objects.values())
         self.gradients = GradientsPart(_GRADIENTS, lambda: self.optimizers, lambda: self.modules, off=theirs)
-        self.stepped = self.gradients.stepped
-        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients]
+        self._frozen = FrozenCheck(_FROZEN, lambda: self.optimizers, (began or {}).get(_FROZEN))
+        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients, self._frozen]
         self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
@@ -147,8 +148,13 @@ class State:
 
     @property
     def began(self) -> dict[str, Keys]:
-        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back."""
-        return {part.name: part.began for part in self._parts if isinstance(part, DictPart)}
+        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back. And what was frozen."""
+        return {part.name: part.began for part in self._parts if isinstance(part, DictPart | FrozenCheck)}
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer made a step."""
+        self.gradients.stepped(optimizer)
+        self._frozen.stepped(optimizer)
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -194,14 +194,20 @@ class SnapshotWriter:
         allowed = SHARE * (time.monotonic() - self._began_s) + CREDIT_S
         return not self.refused and self._spent_s + self._last_s <= allowed
 
-    def write(self, version: Version, gathered: Gathered) -> bool:
-        """Notes the state; whether that was possible."""
+    def write(self, version: Version, gathered: Gathered, *, passing: int = 0) -> bool:
+        """Notes the state; whether that was possible.
+
+        Args:
+            version: whose state it is.
+            gathered: all of it.
+            passing: bytes of it that live from this step to the next one alone, as added gradients do.
+        """
         started = time.perf_counter()
         if not self._page.is_ours():
             self.refused = "the script closed the descriptor of its notes"
             return False
         try:
-            blob = self._encode(gathered)
+            blob = self._encode(gathered, passing)
         except HoldfastError as error:
             self.refused = str(error)
             return False
@@ -214,9 +220,9 @@ class SnapshotWriter:
         self._spent_s += self._last_s
         return not self.refused
 
-    def _encode(self, gathered: Gathered) -> bytes:
+    def _encode(self, gathered: Gathered, passing: int) -> bytes:
         small = [live for live in gathered.tensors.values() if not live.late]
-        num_bytes = sum(live.local.nbytes for live in small)
+        num_bytes = sum(live.local.nbytes for live in small) - passing
         if num_bytes > MAX_BYTES:
             self.refused = f"{num_bytes} bytes of state belong to no optimizer, at most {MAX_BYTES} are noted"
         elif any(live.local.device.type != "cpu" for live in small):

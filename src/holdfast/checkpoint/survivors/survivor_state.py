@@ -122,7 +122,7 @@ class Survivor:
         gathered = self._state.glance()
         if not self._pinned_writes.end(gathered, CATCH_UP_S):
             return False
-        if not noter.write(version, gathered):
+        if not noter.write(version, gathered, passing=self._state.gradients.num_bytes):
             logger.info("a failed rank cannot be filled from a twin's live state: %s", noter.refused)
             return False
         before, is_quiet = self._noted[0], self._window.begun == self._begun

@@ -1,0 +1,159 @@
+"""A restart that leaves frozen what the run had thawed, or the other way round, is told by name; nothing is changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.checkpoint.state.training_state import State
+from state_kit import Saved, restore, save
+
+
+class Life:
+    """A model of two layers with an optimizer each, and their state, as a script makes them."""
+
+    def __init__(self, began: Callable[[nn.Sequential], object] = lambda _: None, *, wrapped: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        self.optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in self.model]
+        began(self.model)
+        given = nn.DataParallel(self.model) if wrapped else self.model
+        self.objects = {"model": given, "optimizer": self.optimizers}
+        self.look()
+
+    def look(self, began: State | None = None) -> None:
+        self.state = State(self.objects, rank=0, world_size=1, began=began and began.began)
+        self.state.trained()
+
+    def step(self) -> None:
+        self.model(torch.ones(3, 4)).sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            self.state.stepped(optimizer)
+            optimizer.zero_grad()
+
+    def saved(self) -> Saved:
+        return save(self.state)
+
+
+def thawed(model: nn.Sequential) -> None:
+    model[0].requires_grad_(True)
+
+
+def frozen(model: nn.Sequential) -> None:
+    model[0].requires_grad_(False)
+
+
+def ran(began: Callable[[nn.Sequential], object], changed: Callable[[nn.Sequential], object]) -> Life:
+    """A life that changes something between its two steps."""
+    life = Life(began)
+    life.step()
+    changed(life.model)
+    life.step()
+    return life
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(("began", "changed", "is_now"), [(frozen, thawed, "frozen"), (thawed, frozen, "trained")])
+def test_what_a_restart_does_not_do_again_is_told_by_name(
+    began: Callable[[nn.Sequential], object],
+    changed: Callable[[nn.Sequential], object],
+    is_now: str,
+    wrapped: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved = ran(began, changed).saved()
+    second = Life(began, wrapped=wrapped)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, saved)
+        modes = [p.requires_grad for p in second.model.parameters()]
+        assert not caplog.records
+        second.step()
+        second.step()
+    assert len(caplog.records) == 1
+    assert "model.0.bias, model.0.weight" in caplog.text
+    assert f"{is_now} since the restart" in caplog.text
+    assert [p.requires_grad for p in second.model.parameters()] == modes, "nothing is changed"
+
+
+def test_a_third_life_is_told_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    """Its version was saved behind the restart, before the optimizer of what is frozen made a step."""
+    first = ran(frozen, thawed)
+    second = Life(frozen)
+    restore(second.state, first.saved())
+    second.state.stepped(second.optimizers[1])
+    third = Life(frozen)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(third.state, second.saved())
+        third.step()
+    assert "model.0.weight" in caplog.text
+
+
+def test_who_says_it_by_the_number_of_the_step_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    saved = ran(frozen, thawed).saved()
+    second = Life(frozen)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, saved)
+        thawed(second.model)
+        second.step()
+    assert not caplog.records
+
+
+def test_a_script_that_begins_as_the_version_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    saved = ran(frozen, thawed).saved()
+    second = Life(thawed)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, saved)
+        second.step()
+        assert save(second.state)
+    assert not caplog.records
+
+
+def test_what_is_frozen_while_another_learns_counts_as_at_its_own_step(caplog: pytest.LogCaptureFixture) -> None:
+    """As with the two models of a GAN: one is frozen at the save, and learns again before its own next step."""
+
+    def turn(life: Life) -> None:
+        for layer, optimizer in zip(life.model, life.optimizers, strict=True):
+            life.model.requires_grad_(False)
+            layer.requires_grad_(True)
+            life.model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            life.state.stepped(optimizer)
+            optimizer.zero_grad()
+
+    first = Life()
+    turn(first)
+    saved = first.saved()
+    assert not any("frozen_or_thawed" in values for values in saved.decoded().values())
+    second = Life()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, saved)
+        turn(second)
+    assert not caplog.records
+
+
+def test_who_goes_back_in_one_process_is_told_what_was_thawed_since(caplog: pytest.LogCaptureFixture) -> None:
+    life = Life(frozen)
+    life.step()
+    saved = life.saved()
+    thawed(life.model)
+    life.look(life.state)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(life.state, saved)
+        life.step()
+    assert "trained since the restart" in caplog.text
+
+
+def test_a_version_without_it_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a run that changed nothing, or of an older release: the script may begin otherwise."""
+    first = Life(frozen)
+    first.step()
+    second = Life()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, first.saved())
+        second.step()
+    assert not caplog.records
