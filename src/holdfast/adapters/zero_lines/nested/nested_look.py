@@ -160,7 +160,7 @@ class Looker:
             for name, value in scope.items():
                 named[id(value)] = name
         self._reach = Reach(
-            sets=(), used=nest.used, kept=kept, members=nest.members, pops=nest.pops, named=named
+            used=nest.used, kept=kept, members=nest.members, pops=nest.pops, named=named
         )  # the same walk at all places
 
     def look(self, entries: Sequence[Entry], last: tuple[Site, FrameType] | None = None) -> Look:
