@@ -235,6 +235,7 @@ class KeptLoops:
             there = entry.names() if entry.taken == 0 else {}
             self._give(given(entry.site.lives, start["carried"], there=there))
             yield stand_in(entry.site.target, start["targets"])
+            entry.drop(start.get("absent", ()))
         while True:
             self._left = False
             if start is None:
@@ -256,6 +257,7 @@ class KeptLoops:
         if version is not None:
             self._give(given(entry.site.lives, version["carried"]))
             yield stand_in(entry.site.target, version["targets"])
+            entry.drop(version.get("absent", ()))
         while True:
             self._left = False
             before = run.count.steps

@@ -111,6 +111,7 @@ class NestedState(Doubts):
             "carried": carried,
             "targets": _targets(inner),
             "lost": lost,
+            "absent": _absent(inner, names),
             "after": after,
             "gradients": gradients or {},
             "unsure": self.unsure,
@@ -136,7 +137,7 @@ class NestedState(Doubts):
         self.doubt(changed.reason)
         assert entry.items is not None
         return {
-            "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "rng": packed_randomness(),
+            "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "absent": _absent(entry, names), "rng": packed_randomness(),
             "digest": entry.items.digest(), "settings": settings(self.objects),
             "targets": _targets(entry),
         }  # fmt: skip
@@ -288,6 +289,11 @@ def _changed_around(entries: Sequence[Entry]) -> str:
     return ""
 
 
+def _absent(entry: Entry, names: Mapping[str, Any]) -> list[str]:
+    """Returns the names that live from turn to turn and that the script has not set yet, or has deleted."""
+    return [name for name in entry.site.lives if name not in names]
+
+
 def _place(entry: Entry) -> list[Any]:
     assert entry.items is not None
     return [entry.site.number, entry.taken, entry.items.shape, entry.made, entry.drawn, entry.items.digest()]
@@ -314,6 +320,8 @@ def stand_in(target: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _shown(shape: Sequence[Any]) -> str:
+    if shape[0] == "range":
+        return f"a range from {shape[1]} by {shape[2]}"
     return " ".join(map(str, shape))
 
 
