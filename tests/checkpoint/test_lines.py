@@ -35,7 +35,7 @@ class Lines:
 
     @heartbeat.phase(Phase.LOADING)  # as the real one: a frame of the decorator's stands between
     def restore(self) -> int:
-        self._early = loop_snapshot.early_iterators(sys._getframe(1), self._objects)
+        self._early = loop_snapshot.look_early(sys._getframe(1), self._objects)
         self._observer = Observer(
             self._objects, CarriedPart("carried"), start=0, count=lambda: 0, early=self._early, says=True
         )
