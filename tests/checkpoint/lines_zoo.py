@@ -942,4 +942,333 @@ CASES = {
         names=("meter.sum", "meter.count"),
         in_function=False,
     ),
+    "weights of the best epoch, read behind the loop": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch()).item()
+            if loss < best:
+                best = loss
+                best_state = {name: value.clone() for name, value in model.state_dict().items()}
+            ckpt.step(step, best=best)
+        ckpt.settle()
+        model.load_state_dict(best_state)
+        """,
+        before="best_state = {'bias': torch.zeros(2)}",
+        between="best = ckpt.carry('best', 1e9); ckpt.settle = lambda: None",
+        names=("best_state",),
+    ),
+    "names that every step sets, read behind the loop": Case(
+        """
+        for step in range(start, 8):
+            for micro in range(2):
+                loss = train(batch())
+            if step % 2:
+                shown = loss.item()
+            else:
+                shown = 0
+            ckpt.step(step)
+        print(loss.item(), shown)
+        """
+    ),
+    "copy of the best model": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            if step % 2:
+                best_model = copy.deepcopy(model)
+            ckpt.step(step)
+        best_model(batch())
+        """,
+        before="import copy; best_model = copy.deepcopy(model)",
+        names=("best_model",),
+    ),
+    "an object that is called": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch()).item()
+            if stop(loss, model):
+                break
+            ckpt.step(step)
+        stop.load(model)
+        """,
+        before="""
+        class Stop:
+            def __init__(self, patience):
+                self.patience, self.bad, self.best, self.weights = patience, 0, 1e9, None
+            def __call__(self, loss, model):
+                self.bad += 1
+                if loss < self.best:
+                    self.best, self.weights = loss, {name: value.clone() for name, value in model.state_dict().items()}
+                return self.bad > self.patience
+            def load(self, model):
+                model.load_state_dict(self.weights)
+        stop = Stop(99)
+        """,
+        names=("stop.bad", "stop.best", "stop.weights"),
+        in_function=False,
+    ),
+    "counter of a forward pass": Case(
+        """
+        for step in range(start, 8):
+            net(batch()).mean().backward()
+            optimizer.step()
+            ckpt.step(step)
+        """,
+        before="""
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.calls, self.seen = model, 0, None
+            def forward(self, x):
+                self.calls += 1
+                self.seen = x
+                return self.inner(x) / self.calls
+        net = Net()
+        """,
+        names=("net.calls",),
+        in_function=False,
+    ),
+    "scheduler that steps behind step()": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            ckpt.step(step)
+            scheduler.step()
+        """,
+        before="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)",
+        given=", scheduler=scheduler",
+        names=("scheduler",),
+    ),
+    "scheduler that steps behind step(), if it is time": Case(
+        """
+        step = start
+        while step < 8:
+            train(batch())
+            if step % 2 == 0:
+                ckpt.step(step)
+            step += 1
+            if step % 2 == 0:
+                scheduler.step()
+        """,
+        before="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)",
+        given=", scheduler=scheduler",
+        names=("scheduler",),
+    ),
+    "average that is updated behind step()": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            ckpt.step(step)
+            average.update_parameters(model)
+            model.train()
+        """,
+        before="average = torch.optim.swa_utils.AveragedModel(model)",
+        given=", average=average",
+        names=("average",),
+    ),
+    "best loss that is found behind step()": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            ckpt.step(step, best=best, losses=losses, seen=seen + 1)
+            seen += 1
+            best = min(best, loss.item())
+            losses.append(best)
+        """,
+        between="best, losses, seen = ckpt.carry('best', 1e9), ckpt.carry('losses', []), ckpt.carry('seen', 0)",
+        names=("best", "losses"),
+    ),
+    "a step that is told by the next one": Case(
+        """
+        done = start - 1
+        for step in range(start, 8):
+            if step > start:
+                ckpt.step(step - 1, best=best)
+            best = min(best, train(batch()).item())
+            scheduler.step()
+        """,
+        before="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)",
+        between="best = ckpt.carry('best', 1e9)",
+        given=", scheduler=scheduler",
+    ),
+    "what a turn that is over shows, and lets go": Case(
+        """
+        for epoch in range(2):
+            for number in range(4):
+                loss = train(batch())
+                ckpt.step(start, loss=loss)
+                start += 1
+                print(loss.item())
+                loss = None
+            scheduler.step()
+        """,
+        before="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)",
+        between="loss = ckpt.carry('loss', None)",
+        given=", scheduler=scheduler",
+    ),
+    "state of an environment in arrays": Case(
+        """
+        for step in range(start, 8):
+            seen = 0.9 * seen + np.ones(3) * train(batch()).item()
+            top = np.float32(max(top, seen.max()))
+            last = np.zeros(3)
+            ckpt.step(step)
+        """,
+        between="seen, top = np.zeros(3), np.float32(0)",
+        names=("seen", "top"),
+    ),
+    "generator of a dataset": Case(
+        """
+        for step in range(start, 3):
+            for x in loader:
+                train(x)
+            ckpt.step(step)
+        """,
+        before="""
+        class Noise(torch.utils.data.Dataset):
+            def __init__(self):
+                self.rng, self.own = np.random.default_rng(3), random.Random(1)
+            def __len__(self):
+                return 6
+            def __getitem__(self, at):
+                return torch.from_numpy(self.rng.normal(size=4)).float() * self.own.random()
+        data = Noise()
+        loader = torch.utils.data.DataLoader(data, 3)
+        """,
+        given=", loader=loader, own=data.own",
+        names=("loader.dataset.rng",),
+    ),
+    "generator of a sampler": Case(
+        """
+        for step in range(start, 3):
+            for x, in loader:
+                train(x)
+            ckpt.step(step)
+        """,
+        before="""
+        class Order(torch.utils.data.Sampler):
+            def __init__(self):
+                self.rng = random.Random(3)
+            def __len__(self):
+                return 6
+            def __iter__(self):
+                return iter(self.rng.sample(range(40), 6))
+        loader = torch.utils.data.DataLoader(rows, 3, sampler=Order())
+        """,
+        given=", loader=loader",
+        names=("loader.sampler.rng",),
+    ),
+    "another loader from one epoch on": Case(
+        """
+        for epoch in range(start, 4):
+            if epoch == 2:
+                loader = torch.utils.data.DataLoader(rows, 8)
+            for x, in loader:
+                train(x)
+            ckpt.step(epoch)
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        given=", loader=loader",
+        names=("loader",),
+    ),
+    "another loader by the number of the epoch": Case(
+        """
+        for epoch in range(start, 4):
+            if epoch >= 2:
+                loader = torch.utils.data.DataLoader(rows, 8)
+            for x, in loader:
+                train(x)
+            ckpt.step(epoch)
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        given=", loader=loader",
+    ),
+    "layers that are freed in one step": Case(
+        """
+        for step in range(start, 8):
+            if step == 3:
+                free(model)
+            train(batch())
+            ckpt.step(step)
+        """,
+        before="""
+        model.bias.requires_grad = False
+        def free(module):
+            for parameter in module.parameters():
+                parameter.requires_grad = True
+        """,
+        names=("requires_grad",),
+    ),
+    "layers that are freed by the number of the step": Case(
+        """
+        for step in range(start, 8):
+            model.bias.requires_grad_(step >= 3)
+            if step == start:
+                model.weight.requires_grad_(True)
+            if step % 2 == 0:
+                model.weight.requires_grad_(True)
+            train(batch())
+            ckpt.step(step)
+        """
+    ),
+    "batches that are left out twice": Case(
+        """
+        for step, (x,) in enumerate(itertools.islice(loader, start, None), start):
+            train(x)
+            ckpt.step(step)
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        given=", loader=loader",
+        names=("loader",),
+    ),
+    "the first batches of a loader": Case(
+        """
+        for step, (x,) in enumerate(itertools.islice(loader, 8 - start), start):
+            train(x)
+            ckpt.step(step)
+        """,
+        before="loader = torch.utils.data.DataLoader(rows, 4)",
+        given=", loader=loader",
+    ),
+    "what the first step alone has changed": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            if step < best.at:
+                best.at, weights = step, model.weight.clone()
+            ckpt.step(step)
+        print(best.at, weights)
+        """,
+        before="""
+        class Best:
+            at = 99
+            def __init__(self):
+                self.at = 99
+        best, weights = Best(), None
+        """,
+        names=("best.at", "weights"),
+        in_function=False,
+    ),
+    "what is set between restore() and the loop": Case(
+        """
+        for step in range(start, 8):
+            if step > 99:
+                rate = rate / 2
+            train(batch() * rate)
+            ckpt.step(step)
+        """,
+        between="rate = 0.1",
+    ),
+    "what the first step alone has changed, set behind restore()": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            if step < at:
+                at, weights = step, model.weight.clone()
+            ckpt.step(step)
+        print(at, weights)
+        """,
+        between="at = float('inf'); weights = None; step = 0",
+        names=("at", "weights"),
+    ),
 }

@@ -60,7 +60,7 @@ from holdfast.checkpoint.state.stateful import Keys
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.checkpoint.usage.loop_observer import Observer
-from holdfast.checkpoint.usage.loop_snapshot import early_iterators
+from holdfast.checkpoint.usage.loop_snapshot import Early, look_early
 from holdfast.checkpoint.usage.self_check import Proof
 from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.model import Level, Shard, Version
@@ -160,7 +160,7 @@ class Checkpointer:
         self._saves = threading.RLock()  # another thread's save waits for it; a signal's handler may save within one
         self._began: dict[str, Keys] = {}  # of dicts, at the first restore
         self._overwritten: set[str] = set()  # by a restore that was not finished
-        self._early: Sequence[object] = ()
+        self._early = Early()
         self._prove = prove
         self._proof: Proof | None = None
         self.events = Events()
@@ -211,7 +211,7 @@ class Checkpointer:
             return self._without_restore(0, f"{settings.DISABLE_VARIABLE} is set")
         self._require_own()
         if self._run is None:
-            self._early = early_iterators(sys._getframe(1), self._objects)
+            self._early = look_early(sys._getframe(1), self._objects)
             self._begin_proof()
             if self._again is not None:
                 return self._without_restore(self._again.resume(), "the first steps are made again")
@@ -416,7 +416,7 @@ class Checkpointer:
         if self._again is not None:
             return never(step, wanted, "the first steps are made again")
         run, step = self._running(), whole_number(step)
-        run.state.carried.require(step)
+        run.state.carried.require(step, run.start)
         run.state.gradients.note()
         with self._saves:
             if run.last is not None and step < run.last.version.step:
@@ -763,7 +763,7 @@ class Checkpointer:
     def _observer(self, run: Run, *, says: bool) -> Observer:
         """Return who looks at the names of the script's loop."""
         fence, carried = run.saver.fence, run.state.carried
-        early, self._early = self._early, ()
+        early, self._early = self._early, Early()
         return Observer(self._objects, carried, start=run.start, count=lambda: fence.num_steps, early=early, says=says)
 
     def _new_durables(self, job: Job) -> DurableTracker:

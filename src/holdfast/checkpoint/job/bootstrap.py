@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, SupportsIndex
 
 from holdfast.base.config import Config
-from holdfast.base.errors import CorruptError, KeeperNotStarted, StorageFull, UsageError, VersionNotFound
+from holdfast.base.errors import ConfigError, CorruptError, KeeperNotStarted, StorageFull, UsageError, VersionNotFound
 from holdfast.checkpoint.job import collectives, wait_for_storage
 from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.checkpoint.job.keeper_link import KeeperLink
@@ -145,7 +145,7 @@ def assemble(
     Raises:
         HoldfastError: what any rank met, on every rank.
     """
-    topology = _meet(group, root, config)
+    topology = _meet(group, root, config, storage.key_id)
     known = _known(group, absolute_root(root), asked)
     # In the middle of a run a path that refuses may come back; at its first start the operator wants to know at once.
     patience_s = config.close_timeout_s if known else 0.0
@@ -210,12 +210,15 @@ def _known(group: Ranks, root: str, asked: RestoreRequest) -> str:
     return next((job for job in collectives.gather_json(group, mine) if job), "")
 
 
-def _meet(group: Ranks, root: str, config: Config) -> Topology:
-    """Return who runs where."""
-    place = place_of(root, config)
+def _meet(group: Ranks, root: str, config: Config, key_id: str) -> Topology:
+    """Return who runs where.
+
+    Raises:
+        UsageError: the ranks are not of one job, or name different redundancy. ConfigError: they have different keys.
+    """
+    node, job = place_of(root, config).node, [absolute_root(root), config.run_id]
     rows = collectives.gather_json(
-        group,
-        [absolute_root(root), config.run_id, place.node, config.rack_label, config.backup_node, config.redundancy],
+        group, [*job, node, config.rack_label, config.backup_node, config.redundancy, key_id]
     )
     different = sorted({(row[0], row[1]) for row in rows})
     if len(different) > 1:
@@ -227,6 +230,7 @@ def _meet(group: Ranks, root: str, config: Config) -> Topology:
         raise UsageError(
             f"the ranks name different redundancy: {' and '.join(ways)}", remedy="give every rank the same"
         )
+    _require_one_key([(row[2], row[6]) for row in rows])
     nodes = tuple(dict.fromkeys(row[2] for row in rows))
     firsts = [next(row for row in rows if row[2] == node) for node in nodes]
     racks = tuple(row[3] for row in firsts)
@@ -240,6 +244,25 @@ def _meet(group: Ranks, root: str, config: Config) -> Topology:
     if group.rank == 0 and (said := parity_groups.in_words(topology)):
         logger.warning("%s", said)
     return topology
+
+
+def _require_one_key(rows: list[tuple[str, str]]) -> None:
+    """Requires that all nodes encrypt alike: a version of several keys opens with none, and one without a key writes in the clear.
+
+    Args:
+        rows: node and id of its key, of every rank.
+
+    Raises:
+        ConfigError: they do not; names a node of each kind.
+    """
+    nodes = {key: node for node, key in reversed(rows)}
+    if len(nodes) > 1:
+        told = [f"node {node} has {f'key {key}' if key else 'none'}" for key, node in sorted(nodes.items())]
+        raise ConfigError(
+            f"the ranks have different encryption keys: {', '.join(told)}",
+            where="encryption_key",
+            remedy="give every node the same key, and settings that name it (HOLDFAST_CONFIG)",
+        )
 
 
 def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:

@@ -46,6 +46,13 @@ class Given:
         """Tell whether an object was given, or lies within one that was."""
         return id(value) in self._numbers
 
+    def is_named(self, value: Any) -> bool:
+        """Tell whether an object was given by itself, or in a list, not as a part of another one."""
+        given = [
+            each for thing in self._objects.values() for each in (thing if isinstance(thing, list | tuple) else [thing])
+        ]
+        return any(value is each for each in given)
+
     def saves(self, tensor: torch.Tensor) -> bool:
         """Tell whether the memory of a tensor belongs to a module that was given, or cannot be told."""
         memory = _memory_of(tensor)

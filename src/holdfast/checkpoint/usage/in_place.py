@@ -9,6 +9,7 @@ of the file that the loop calls are looked into, with their parameters taken for
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, stored
@@ -31,7 +32,8 @@ def changed_in_place(source: str, loops: Container[int], without: set[str]) -> d
         without: paths that are told elsewhere, or passed to `step`.
     """
     tree = _Dotted().visit(ast.parse(source))
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
+    functions = {**{node.name: node for node in ast.walk(tree) if isinstance(node, Function)}, **_of_instances(tree)}
+    read = _read_attributes(tree)
     found: dict[str, int] = {}
     for loop in ast.walk(tree):
         if not isinstance(loop, ast.For | ast.AsyncFor | ast.While) or loop.lineno not in loops:
@@ -39,11 +41,48 @@ def changed_in_place(source: str, loops: Container[int], without: set[str]) -> d
         targets = stored([loop.target]) if not isinstance(loop, ast.While) else set()
         reader = Reader(set(targets), _NO_FUNCTIONS, runs=True)
         done = reader.run(loop.body)
-        found |= {path: line for path, line in _changes(loop.body) if path in reader.early - targets}
-        called = {path: line for path, line in _of_calls(loop.body, functions, MAX_DEPTH) if path not in done}
+        lasting = (reader.early | _sometimes(loop, done, read)) - targets
+        found |= {path: line for path, line in _changes(loop.body) if path in lasting}
+        called = {path: line for path, line in _of_calls(loop.body, functions, read, MAX_DEPTH) if path not in done}
         found = called | found
     known = _known(tree)
     return {path: at for path, at in found.items() if path not in without and path.rpartition(".")[2] not in known}
+
+
+def _of_instances(tree: ast.AST) -> dict[str, ast.AST]:
+    """Returns what runs where an object of a class of the file is called, by its path: `stop()` for `stop = EarlyStopping(3)`."""
+    classes = {
+        node.name: {part.name: part for part in node.body if isinstance(part, Function)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found: dict[str, ast.AST] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target, value in _pairs(node):
+            made = value.func if isinstance(value, ast.Call) else None
+            methods = classes.get(made.id, {}) if isinstance(made, ast.Name) else {}
+            method = methods.get("__call__") or methods.get("forward")
+            if isinstance(target, ast.Name) and method is not None:
+                found[f"{target.id}()"] = method
+    return found
+
+
+def _read_attributes(tree: ast.AST) -> Counter[str]:
+    """Counts how often attributes are read in the file, by their last words."""
+    return Counter(
+        node.id.rpartition(".")[2]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and "." in node.id and isinstance(node.ctx, ast.Load)
+    )
+
+
+def _sometimes(top: ast.AST, done: set[str], read: Counter[str]) -> set[str]:
+    """Returns the attributes that only some steps set here, and that are read elsewhere: the weights of the best epoch."""
+    here = _read_attributes(top)
+    body = getattr(top, "body", [])
+    return {path for path in stored(body) - done if "." in path and read[word := path.rpartition(".")[2]] > here[word]}
 
 
 class _Dotted(ast.NodeTransformer):
@@ -80,13 +119,14 @@ def _changes(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, int]]:
                 path = node.target.id
             elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 path = _root(node.value)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _writes(node.func.attr):
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_writing(node.func.attr):
                 path = _root(node.func.value)
             if path:
                 yield path, getattr(node, "lineno", 0)
 
 
-def _writes(method: str) -> bool:
+def is_writing(method: str) -> bool:
+    """Tell whether a method of this name changes what it is called of."""
     return method in CHANGES or (method.endswith("_") and not method.startswith("_") and not method.endswith("__"))
 
 
@@ -97,7 +137,9 @@ def _root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _of_calls(nodes: Sequence[ast.AST], functions: Mapping[str, ast.AST], depth: int) -> Iterator[tuple[str, int]]:
+def _of_calls(
+    nodes: Sequence[ast.AST], functions: Mapping[str, ast.AST], read: Counter[str], depth: int
+) -> Iterator[tuple[str, int]]:
     """Yields path and line of what lives on in functions that are called here, as their caller names it."""
     for top in nodes if depth else ():
         for node in ast.walk(top):
@@ -106,7 +148,7 @@ def _of_calls(nodes: Sequence[ast.AST], functions: Mapping[str, ast.AST], depth:
             function, given = _called(node, functions)
             if function is None:
                 continue
-            for path, line in _inside(function, functions, depth):
+            for path, line in _inside(function, functions, read, depth):
                 root, dot, rest = path.partition(".")
                 if root in given:
                     if given[root]:
@@ -118,12 +160,17 @@ def _of_calls(nodes: Sequence[ast.AST], functions: Mapping[str, ast.AST], depth:
 def _called(call: ast.Call, functions: Mapping[str, ast.AST]) -> tuple[Function | None, dict[str, str]]:
     """Returns the function of a call, and what its parameters are called here; empty for what has no name here."""
     function = functions.get(call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", ""))
+    called = ast.unparse(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ""
+    instance = functions.get(f"{called}()") if function is None else None
+    function = function or instance
     if not isinstance(function, Function):
         return None, {}
     names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
     given = dict.fromkeys([*names, *(argument.arg for argument in function.args.kwonlyargs)], "")
     passed: list[ast.AST] = list(call.args)
-    if isinstance(call.func, ast.Attribute):
+    if instance is not None:
+        passed.insert(0, ast.Name(called))
+    elif isinstance(call.func, ast.Attribute):
         if names[:1] != ["self"]:
             return None, {}
         passed.insert(0, call.func.value)
@@ -132,17 +179,20 @@ def _called(call: ast.Call, functions: Mapping[str, ast.AST]) -> tuple[Function 
     return function, given
 
 
-def _inside(function: Function, functions: Mapping[str, ast.AST], depth: int) -> Iterator[tuple[str, int]]:
+def _inside(
+    function: Function, functions: Mapping[str, ast.AST], read: Counter[str], depth: int
+) -> Iterator[tuple[str, int]]:
     """Yields path and line of what a function leaves to its next call: of its parameters, and of names that are not its own."""
     arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
     outside = {name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names}
     own = {name for name in stored(function.body) if "." not in name} - outside
     reader = Reader(set(), _NO_FUNCTIONS, runs=True)
     done = reader.run(function.body)
+    lasting = reader.early | _sometimes(function, done, read)
     changes = [
-        *((path, line) for path, line in _changes(function.body) if path in reader.early),
+        *((path, line) for path, line in _changes(function.body) if path in lasting),
         *((name, function.lineno) for name in outside & reader.early & stored(function.body)),
-        *((path, line) for path, line in _of_calls(function.body, functions, depth - 1) if path not in done),
+        *((path, line) for path, line in _of_calls(function.body, functions, read, depth - 1) if path not in done),
     ]
     for path, line in changes:
         if path.partition(".")[0] not in own - arguments and path not in own:
@@ -165,7 +215,7 @@ def _known(tree: ast.AST) -> set[str]:
             values += [(stored([target]), value) for target, value in _pairs(node)]
         elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
             values.append((stored([node.target]), node.value))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _writes(node.func.attr):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_writing(node.func.attr):
             values += [({_root(node.func.value)}, value) for value in node.args]
     found = CLOCKS | {"restore", "last_restore", "carry"}
     before = -1

@@ -8,17 +8,21 @@ is made of the number that `restore()` returned is there again after a restart.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
+from holdfast.checkpoint.usage.behind_step import changed_late, frozen_once, is_by_number, left_behind
 from holdfast.checkpoint.usage.in_place import changed_in_place
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 # The method that tells a finished step, and what the number of the first one is asked for with.
 DRAWS = {"next", "zip", "enumerate", "islice", "iter", "map", "tqdm"}
+# What a best loss begins with.
+_INFINITE = {"float('inf')": math.inf, "float('-inf')": -math.inf}
 STEP, RESTORE = "step", ("restore", "last_restore")
 
 
@@ -40,6 +44,11 @@ class Around:
         epoch: the name of an outer loop that counts epochs from `restore()` by a division, as written; empty if there is none.
         cycles: line -> names, of what is handed to `cycle` in the head of a loop.
         ends: name -> (line, names), of each name that only an inner loop sets and that is read behind it, and what that loop goes over.
+        late: path -> (line, whether it is passed to `step`), of what a turn changes behind `step`.
+        skips: line -> names, of what the head of a loop leaves out the first items of, by `islice`.
+        frozen: the line that sets `requires_grad` in one turn alone; None if there is none.
+        numbered: those of `lives` that are set by how far the loop has come.
+        begins: name -> value, of each name that the text sets once outside of the loops, to a number or to None.
     """
 
     line: int
@@ -55,6 +64,11 @@ class Around:
     epoch: str = ""
     cycles: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     ends: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    late: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
+    skips: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    frozen: int | None = None
+    numbered: frozenset[str] = frozenset()
+    begins: Mapping[str, object] = field(default_factory=dict)
 
 
 def around(source: str, line: int, *, told: bool = True) -> Around | None:
@@ -79,6 +93,8 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
     for loop in loops:
         for name in _carried(loop, functions):
             lines.setdefault(name, _line(loop, name))
+    for name in left_behind(loops[0], scope, functions):
+        lines.setdefault(name, _line(loops[0], name))
     read = {name for loop in loops for name in loaded([loop])}
     number = _number(call)
     outside = list(_assignments(scope, without=loops[0]))
@@ -100,15 +116,39 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
         _is_one_more(number, outside, loops, line),
         {name: found for loop in loops for name, found in _deciding_counts(loop, call, line)},
         _divided_epoch(loops, outside),
-        {
-            loop.lineno: tuple(sorted(loaded(node.args)))
-            for loop in loops
-            if isinstance(loop, ast.For)
-            for node in ast.walk(loop.iter)
-            if isinstance(node, ast.Call) and _called(node) == "cycle"
-        },
+        _handed(loops, "cycle", 1),
         dict(_read_at_ends(loops, {name for names, _ in outside for name in names} | passed, functions)),
+        changed_late(loops[-1], call, number, set(lines)) if call is not None else {},
+        _handed(loops, "islice", 3),
+        next((at for loop in loops if (at := frozen_once(loop, known, functions)) is not None), None),
+        frozenset(name for name in lines if any(is_by_number(loop, name) for loop in loops)),
+        dict(_beginnings(scope, loops[0])),
     )
+
+
+def _beginnings(scope: Scope, loop: Loop) -> Iterator[tuple[str, object]]:
+    """Yields name and value of what is set once outside of a loop, to a constant."""
+    values: dict[str, list[ast.expr | None]] = {}
+    for names, value in _assignments(scope, without=loop):
+        for name in names:
+            values.setdefault(name, []).append(value if len(names) == 1 else None)
+    for name, found in values.items():
+        begins = found[0] if len(found) == 1 else None
+        if isinstance(begins, ast.Call) and ast.unparse(begins) in _INFINITE:
+            yield name, _INFINITE[ast.unparse(begins)]
+        elif isinstance(begins, ast.Constant) and not isinstance(begins.value, str):
+            yield name, begins.value
+
+
+def _handed(loops: Sequence[Loop], function: str, least: int) -> dict[int, tuple[str, ...]]:
+    """Returns line -> names, of what the head of a loop hands to a function with so many arguments."""
+    return {
+        loop.lineno: tuple(sorted(loaded(node.args)))
+        for loop in loops
+        if isinstance(loop, ast.For)
+        for node in ast.walk(loop.iter)
+        if isinstance(node, ast.Call) and _called(node) == function and len(node.args) >= least
+    }
 
 
 def scope_at(tree: ast.Module, line: int) -> Scope:

@@ -20,7 +20,7 @@ from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.given_objects import Given
 from holdfast.checkpoint.usage.loop_analysis import Around, around
-from holdfast.checkpoint.usage.loop_snapshot import Finding, look
+from holdfast.checkpoint.usage.loop_snapshot import Early, Finding, look
 from holdfast.core.versions import step_numbers
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Observer:
         carried: the values that steps are given besides.
         start: what `restore()` returned.
         count: steps that optimizers have made.
-        early: iterators that were there before `restore()`.
+        early: what there was as `restore()` was called.
         says: whether this rank speaks for the job.
     """
 
@@ -50,15 +50,16 @@ class Observer:
         *,
         start: int,
         count: Callable[[], int],
-        early: Sequence[object],
+        early: Early,
         says: bool,
     ) -> None:
         self._given, self._carried, self._says = Given(objects), carried, says
         self._start, self._count = start, count
-        self._early: Sequence[object] = early
+        self._early: Sequence[object] = early.iterators
+        self._tokens = early.tokens
         self._calls, self._off = 0, False
         self._places: dict[tuple[str, int], Around | None] = {}
-        self._before: dict[str, object] = {}
+        self._before: Mapping[str, object] = early.tokens
         self._told: set[str] = set()
         self._numbers: list[tuple[int, int]] = []
         self._steps = count()
@@ -84,7 +85,7 @@ class Observer:
         place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
         if frame is not None and place not in self._places and len(self._places) < MAX_PLACES:
             self._places[place] = around(user_frames.text(frame), frame.f_lineno)
-            self._before = {}
+            self._before = self._tokens
         found = self._places.get(place)
         if frame is None or found is None:
             self._off = frame is None

@@ -10,7 +10,7 @@ import io
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType, GeneratorType, ModuleType
 from typing import Any
 
@@ -29,6 +29,12 @@ from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.given_objects import Given
 from holdfast.checkpoint.usage.loop_analysis import Around, around
 
+# What a script makes anew in the middle of a training, and no version says which one it was.
+_MADE = (nn.Module, Optimizer, LRScheduler, DataLoader, Dataset, Sampler)
+# Entries of a container that is looked at as `restore()` is called.
+MAX_EARLY = 1000
+# Elements of an array by which it is seen that it changes.
+MAX_ELEMENTS = 16
 # Tensors by which it is seen that a module changes, or that an optimizer steps.
 MAX_WITNESSES = 32
 
@@ -50,6 +56,19 @@ class Finding:
     carried: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Early:
+    """Says what there was as `restore()` was called.
+
+    Attributes:
+        iterators: those that names meant.
+        tokens: of plain values, by the names and attributes that had them.
+    """
+
+    iterators: Sequence[object] = ()
+    tokens: Mapping[str, object] = field(default_factory=dict)
+
+
 def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[object]) -> Iterator[Finding]:
     """Yields everything that may be in no version.
 
@@ -63,11 +82,19 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
         value = names.get(name)
         kind = "" if name not in names or given.has(value) else kind_of(value)
         if kind:
-            yield _carried(name, value, f"{kind} that lives from one step to the next, set in line {line}")
+            has_changed = name in found.begins and _is_another(value, found.begins[name])
+            text = f"{kind} that lives from one step to the next, set in line {line}"
+            yield _carried(name, value, text, has_changed=has_changed)
+        elif isinstance(value, _MADE) and not given.has(value) and name not in found.numbered:
+            is_certain = isinstance(value, DataLoader)
+            text = f"is another one since line {line}, and no version knows of it: set it in every turn, by the number of the step"
+            yield Finding(name, text, is_certain or id(value))
     for path, line in found.changed.items():
         yield from _of_changed(path, line, names, given)
     for name, value in _things(found, names):
         token, what = _judge(value, given)
+        if isinstance(value, DataLoader):
+            yield from _of_data(name, value, given)
         if _is_iterator(value) and not isinstance(value, Stateful) and not given.has(value):
             token, what = _of_iterator(value, given, early) if name.rpartition(".")[2] in found.drawn else (None, "")
         if token is not None:
@@ -82,6 +109,47 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
                     True,
                 )
     yield from _of_epochs(found, names, given)
+    yield from _of_turns(found, names, given)
+
+
+def _of_turns(found: Around, names: Mapping[str, Any], given: Given) -> Iterator[Finding]:
+    """Yields what a restart does not do again, as it goes on with the next turn of the loop."""
+    for path, (line, is_passed) in found.late.items():
+        value = _at(path, names)
+        if is_passed or (given.has(value) and isinstance(value, Optimizer | LRScheduler | GradScaler | nn.Module)):
+            text = f"is changed in line {line}, behind step(), and a restart does not do that again: call step() last in the loop"
+            yield Finding(path, text, True)
+    if found.frozen is not None:
+        text = f"is set in line {found.frozen} in one turn alone, and is in no version: set it in every turn, by the number of the step"
+        yield Finding("requires_grad", text, True)
+
+
+def _at(path: str, names: Mapping[str, Any]) -> Any:
+    """Returns what a path means; None if it cannot be told."""
+    root, *rest = path.split(".")
+    value = names.get(root)
+    for word in rest:
+        value = _attributes(value).get(word)
+    return value
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """Returns the attributes of an object, the modules of a module among them."""
+    held = vars(value) if hasattr(value, "__dict__") else {}
+    return {**held, **value._modules} if isinstance(value, nn.Module) else held
+
+
+def _of_data(name: str, loader: DataLoader[Any], given: Given) -> Iterator[Finding]:
+    """Yields the generators of random numbers that the data of a loader draws from, and that no version has."""
+    parts = {"dataset": loader.dataset, "sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
+    for word, part in parts.items():
+        if type(part).__module__.startswith("torch.") or hasattr(type(part), "state_dict"):
+            continue
+        for key, value in _attributes(part).items():
+            state = None if isinstance(value, torch.Generator) and key == "generator" else random_state(value)
+            if state is not None and value is not torch.default_generator and not given.is_named(value):
+                text = "a generator of random numbers that was used; of a loader its place is kept: Checkpointer(..., generator=...)"
+                yield Finding(f"{name}.{word}.{key}", text, repr(state[0]()))
 
 
 def _of_epochs(found: Around, names: Mapping[str, Any], given: Given) -> Iterator[Finding]:
@@ -113,6 +181,10 @@ def _of_epochs(found: Around, names: Mapping[str, Any], given: Given) -> Iterato
                 f'has no value there: {name} = {found.caller}.carry("{name}", None) behind restore(), and pass it to step()',
                 True,
             )
+    for line, over in found.skips.items():
+        if of := loader(over):
+            text = f"goes on at its place by itself, and islice() in line {line} leaves out as many batches again: go over {of} alone"
+            yield Finding(of, text, True)
     for line, over in found.cycles.items():
         if of := loader(over):
             yield Finding(
@@ -127,8 +199,7 @@ def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) ->
     root, *rest = path.split(".")
     value, owner = names.get(root), None
     for word in rest:
-        held = vars(value) if hasattr(value, "__dict__") else {}
-        owner, value = value, held.get(word)
+        owner, value = value, _attributes(value).get(word)
         if isinstance(owner, Optimizer | LRScheduler) or type(owner).__module__.partition(".")[0] == "holdfast":
             return  # the one is looked at elsewhere, the other is ours
         if given.has(owner) and not isinstance(owner, nn.Module) and not _is_data(owner):
@@ -142,16 +213,31 @@ def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) ->
         yield _carried(path, value, f"{kind} that is changed from one step to the next, in line {line}")
 
 
-def _carried(name: str, value: Any, text: str) -> Finding:
+def _is_another(value: Any, begins: object) -> bool:
+    """Tell whether a value is surely not the number, or the None, that it began with."""
+    if begins is None or value is None:
+        return value is not begins
+    return isinstance(value, int | float) and isinstance(begins, int | float) and value != begins
+
+
+def _carried(name: str, value: Any, text: str, *, has_changed: bool = False) -> Finding:
     """Returns what is found of a value that `carry` keeps, if it is no class of its own, or holds none."""
-    kinds = {kind.__mro__[-2].__name__ for kind in _classes(value)}
+    kinds = {_kept_as(kind) for kind in _classes(value)}
     if kinds:
         text += f"; carry keeps it as a {', '.join(sorted(kinds))}"
-    return Finding(name, text, _token(value), carried=not kinds)
+    return Finding(name, text, has_changed or _token(value), carried=not kinds)
+
+
+def _kept_as(kind: type) -> str:
+    """Returns what `carry` keeps instead of a class that it refuses."""
+    name = kind.__mro__[-2].__name__
+    return {"ndarray": "tensor", "generic": "number"}.get(name, name)
 
 
 def _classes(value: Any) -> Iterator[type]:
-    """Yields the classes of containers in a value that `carry` refuses: `defaultdict`, those of `namedtuple`."""
+    """Yields the classes in a value that `carry` refuses: `defaultdict`, those of `namedtuple`, of NumPy."""
+    if _is_numpys(value):
+        yield type(value)
     if isinstance(value, dict | list | tuple) and not isinstance(value, torch.Size):
         if type(value) not in (dict, list, tuple, OrderedDict, Counter):
             yield type(value)
@@ -164,17 +250,34 @@ def _is_data(value: object) -> bool:
     return isinstance(value, Sampler | Dataset) and not isinstance(value, Stateful)
 
 
-def early_iterators(frame: FrameType | None, objects: Mapping[str, Any]) -> list[object]:
-    """Returns the iterators that there are as `restore()` is called.
+def look_early(frame: FrameType | None, objects: Mapping[str, Any]) -> Early:
+    """Returns what there is as `restore()` is called.
 
     Args:
         frame: the one that called it.
         objects: what was given to the Checkpointer; torchdata's loaders keep the iterator that they made last.
     """
     user = user_frames.users(frame)
-    held = list(user_frames.names(user).values()) if user is not None else []
-    held += [getattr(value, "_iterator", None) for value in objects.values() if isinstance(value, DataLoader)]
-    return [value for value in held if _is_iterator(value)]
+    names = user_frames.names(user) if user is not None else {}
+    held = [
+        *names.values(),
+        *(getattr(value, "_iterator", None) for value in objects.values() if isinstance(value, DataLoader)),
+    ]
+    try:
+        tokens = dict(_plain_tokens(names))
+    except Exception:  # noqa: BLE001 - objects of the user's may raise whatever they like; then the first step is looked at first
+        tokens = {}
+    return Early([value for value in held if _is_iterator(value)], tokens)
+
+
+def _plain_tokens(names: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yields path and token of the plain values of names, and of attributes of objects."""
+    for name, value in names.items():
+        parts = {} if isinstance(value, type | ModuleType) else _attributes(value)
+        for path, part in ((name, value), *((f"{name}.{key}", part) for key, part in parts.items())):
+            is_large = isinstance(part, dict | list | tuple) and len(part) > MAX_EARLY
+            if not is_large and kind_of(part):
+                yield path, _token(part)
 
 
 def _is_iterator(value: object) -> bool:
@@ -190,8 +293,15 @@ def kind_of(value: Any) -> str:
         return "a number"
     if isinstance(value, str | bytes):
         return "a text"
+    if _is_numpys(value):
+        return "an array of NumPy"
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return f"a {type(value).__name__}" if parts and all(map(kind_of, parts)) else ""
+
+
+def _is_numpys(value: Any) -> bool:
+    """Tell whether this is an array or a number of NumPy's that is none of Python's too."""
+    return type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in tuple("biufc")
 
 
 def _things(found: Around, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -242,6 +352,8 @@ def _of_tensors(tensors: list[torch.Tensor], given: Given) -> object:
 def _token(value: Any) -> object:
     if isinstance(value, torch.Tensor) and local_of(value).device.type != "cpu":
         return id(value), value._version
+    if _is_numpys(value):
+        return repr((value.shape, [value.flat[at] for at in range(0, value.size, max(1, value.size // MAX_ELEMENTS))]))
     return "none" if value is None else unsaved_state.token(value)
 
 

@@ -1,7 +1,7 @@
 """A durable version at a second place: every file proved while it is read, the manifest last.
 
 The other place is a job of its own with the same bytes and the same lineage: it can be restored from, listed and verified
-like any. Doing it twice is doing it once. Memory: one bundle. The caller holds the version at the source meanwhile. Called
+like any. Doing it twice is doing it once. What another job has there is left alone. Memory: one bundle. The caller holds the version at the source meanwhile. Called
 by `checkpoint.save.extra_places` for `save(also_to=...)`.
 """
 
@@ -10,9 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from holdfast.base.errors import InUse, UsageError
 from holdfast.core.model import Version
 from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage import manifest as manifests
 from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.manifest import BundleFile, Manifest
 from holdfast.tiers.storage.version_store import Storage
 
 
@@ -28,10 +31,16 @@ def duplicate(source: Storage, target: Storage, version: Version, progress: Call
 
     Raises:
         CorruptError: a file of the source is damaged. VersionNotFound: the source has it no more.
-        StorageError, InUse, Fenced: the target refuses.
+        UsageError: the target is the source. InUse: the target is another job's, or has another version of this name.
+        StorageError, Fenced: the target refuses.
     """
     manifest, stamp = source.manifest(version), make_stamp(version.incarnation)
-    job_id, files, done, total = target.claim(), [], 0, sum(file.length for file in manifest.bundles)
+    job_id, done, total = target.claim(kin=manifest.job_id), 0, sum(file.length for file in manifest.bundles)
+    # One part is enough here: one writer, one line.
+    files = [BundleFile.of(file.ref, file.seal, target.key_id) for file in manifest.bundles]
+    name, part = manifests.part_name(0), manifests.part_entry(manifests.encode_part(files))
+    copied = dataclasses.replace(manifest, job_id=job_id, parts={name: part}, bundles=())
+    _require_ours(target, manifest, copied)
 
     def moved(num_bytes: int) -> None:
         nonlocal done
@@ -43,10 +52,25 @@ def duplicate(source: Storage, target: Storage, version: Version, progress: Call
         view = memoryview(bytearray(file.length))
         source.bundles.read_into(version, file, view, moved)
         image_format.verify(view, file.seal, source.bundles.where(version, file))
-        files.append(target.bundles.write(version, file.ref, file.seal, view, stamp=stamp))
+        target.bundles.write(version, file.ref, file.seal, view, stamp=stamp)
         moved(file.length)
-    # One part is enough here: one writer, one line.
-    name, length, digest = target.write_part(version, 0, files, stamp=stamp)
-    copied = dataclasses.replace(manifest, job_id=job_id, parts={name: (length, digest)}, bundles=())
+    target.write_part(version, 0, files, stamp=stamp)
     # Incarnations of which no version was copied are links of the chain all the same.
     target.commit(copied, stamp=stamp, lineage=source.incarnations.lineage())
+
+
+def _require_ours(target: Storage, manifest: Manifest, copied: Manifest) -> None:
+    """Proves, before anything is written, that nothing at the target is replaced by what it is not.
+
+    Raises:
+        UsageError, InUse: as `duplicate` does.
+    """
+    version = manifest.version
+    if copied.job_id == manifest.job_id and version in target.marks.held():  # by who copies it
+        raise UsageError("it is the job's own place", where=target.where, remedy="name another place")
+    if target.is_of_another_job(manifest.job_id):
+        raise InUse(
+            "another job works there, or copies its versions there", where=target.where, remedy="name an empty place"
+        )
+    if target.is_committed(version) and target.root(version).parts != copied.parts:
+        raise InUse(f"another {version} stands there", where=target.where, remedy="name an empty place")

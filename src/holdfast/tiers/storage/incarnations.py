@@ -37,6 +37,9 @@ _WISHED = re.compile(r"(\d{6,10})\.wished\.json\Z")
 
 NOTHING: Mapping[int, Version | None] = {}
 
+# The id of a place that versions are copied to begins with so many digits of the id of their job, which has no more.
+KIN_DIGITS = 16
+
 MAX_INCARNATION = 10**10 - 1
 _Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_INCARNATION)]
 
@@ -84,8 +87,17 @@ def read_job(backend: Backend) -> str:
     return decode_record(data, _Job, f"{root}/{JOB_FILE}").job_id
 
 
-def claim_job(backend: Backend) -> str:
+def are_kin(one: str, other: str) -> bool:
+    """Return whether two ids are of a job and of a place that it is copied to, or of two such places."""
+    return one[:KIN_DIGITS] == other[:KIN_DIGITS]
+
+
+def claim_job(backend: Backend, *, kin: str = "") -> str:
     """The id of the job that owns the root, which is a new one if the root is empty. Any number may race.
+
+    Args:
+        backend: where the root lies.
+        kin: the id of the job whose versions are copied to a new root; empty for a job that begins there.
 
     Raises:
         ForeignDirectory: someone else's files are there.
@@ -96,7 +108,9 @@ def claim_job(backend: Backend) -> str:
     except VersionNotFound:
         backend.prepare()
     try:
-        backend.create(JOB_FILE, encode_record(_Job(job_id=secrets.token_hex(8))), stamp=make_stamp(0))
+        backend.create(
+            JOB_FILE, encode_record(_Job(job_id=kin[:KIN_DIGITS] + secrets.token_hex(8))), stamp=make_stamp(0)
+        )
     except Fenced:
         logger.debug("another process made %s first", JOB_FILE)
     return read_job(backend)

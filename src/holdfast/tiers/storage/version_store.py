@@ -41,9 +41,18 @@ from holdfast.tiers.storage import manifest as manifests
 from holdfast.tiers.storage.bucket_lease import LeaseLock
 from holdfast.tiers.storage.bundle_files import BundleFiles, listed, stored_length
 from holdfast.tiers.storage.encryption import Key, KeySource, load_key
-from holdfast.tiers.storage.incarnations import JOB_FILE, NOTHING, Incarnations, claim_job, make_stamp, read_job
+from holdfast.tiers.storage.incarnations import (
+    JOB_FILE,
+    KIN_DIGITS,
+    NOTHING,
+    Incarnations,
+    are_kin,
+    claim_job,
+    make_stamp,
+    read_job,
+)
 from holdfast.tiers.storage.manifest import BundleFile, Manifest
-from holdfast.tiers.storage.run_lock import RunLock
+from holdfast.tiers.storage.run_lock import LOCK_FILE, RunLock
 from holdfast.tiers.storage.stored_bundles import StoredBundles, counted, in_place
 from holdfast.tiers.storage.version_marks import Marks
 
@@ -111,7 +120,12 @@ class Storage:
         self._job_id = self._job_id or read_job(self._backend)
         return self._job_id
 
-    def claim(self) -> str:
+    @property
+    def key_id(self) -> str:
+        """Return the id of the key that new files are encrypted with; empty if there is none."""
+        return self._key.id if self._key else ""
+
+    def claim(self, *, kin: str = "") -> str:
         """Makes an empty root ours, or finds that it is; returns the job's id. See `incarnations.claim_job`.
 
         Raises:
@@ -119,8 +133,17 @@ class Storage:
         """
         if self._job_id:
             self.require_job(self._job_id)
-        self._job_id = claim_job(self._backend)
+        self._job_id = claim_job(self._backend, kin=kin)
         return self._job_id
+
+    def is_of_another_job(self, job_id: str) -> bool:
+        """Return whether a claimed root, to which that job copies, has nothing to do with it.
+
+        An older holdfast gave a place an id of its own. Nothing tells whose it is then, unless a job itself worked there.
+        """
+        here = self.job_id()
+        is_copy = len(here) > KIN_DIGITS
+        return not are_kin(here, job_id) and (is_copy or LOCK_FILE in {name.rstrip("/") for name in self._names()})
 
     def require_job(self, job_id: str) -> None:
         """Proves that the root is still what `claim` found: somebody may have removed or replaced it since. Empty: any job's.
