@@ -207,15 +207,12 @@ class Link:
 
     trouble, silent, client = "", False, None
 
-    def __init__(self, *, lost: bool = False) -> None:
-        self._lost = lost
+    def __init__(self, unsealed: Version | None = None) -> None:
+        self.unsealed = unsealed
         self.mended = 0
 
     def mend(self) -> None:
         self.mended += 1
-
-    def is_lost(self, _: Version) -> bool:
-        return self._lost
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["given up", "its keeper died"])
@@ -234,7 +231,7 @@ def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(
 
     def closing(rank: int, given_up: str) -> bool:
         job: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, world_size=2), incarnation=1)
-        link: Any = Link(lost=lost and not rank)
+        link: Any = Link(Version(1, 2) if lost and not rank else None)
         nothing: Any = None
         config = holdfast.Config(close_timeout_s=60.0)
         lower = StorageFallback(job, state=nothing, link=link, storage=nothing, config=config, events=Events())

@@ -140,7 +140,7 @@ class StorageFallback:
         try:
             while last.reached < Level.CAPTURED and time.monotonic() < deadline:
                 self._link.mend()  # a keeper that dies now is missed by nobody else
-                if not last.given_up and self._link.is_lost(last.version):
+                if not last.given_up and self._link.unsealed == last.version:
                     saver.give_up(last, LOST)
                 trouble = self._trouble(saver, is_unsure=True)
                 if last.given_up == LOST:

@@ -141,7 +141,7 @@ class KeeperLink:
         self.shared: tuple[str, ...] = ()  # registered with the layout
         self.resumed: Origin | None = None
         self._before = _KeeperKnowledge()
-        self._unsealed: Version | None = None  # begun with a keeper that ended before it was whole
+        self.unsealed: Version | None = None  # the newest that was begun, if its keeper died before it was whole
         self._captured: Version | None = None  # in slots that were given to another keeper, which may not know it yet
         self._page: Callable[[], tuple[int, ...]] = tuple
         self._port: tuple[str, socket.socket] | None = None
@@ -242,11 +242,6 @@ class KeeperLink:
         if self.silent and time.monotonic() - self._silent_since_s > SILENT_S:
             return f"the keeper of this node has not answered for {SILENT_S:g} s"
         return ""
-
-    def is_lost(self, version: Version) -> bool:
-        """Return whether the keeper that this rank saved `version` with died before it had sealed it: no other one has it."""
-        client = self._client
-        return self._unsealed == version and (client is None or client.begun != version)
 
     def heard_nothing(self, client: KeeperClient) -> None:
         """The keeper lives and did not answer in time. Until it does, nobody waits for it again."""
@@ -412,7 +407,7 @@ class KeeperLink:
             self._captured = self._client.announced.captured or self._captured
             begun, slots = self._client.begun, self._client.detach()
             if begun is not None and not any(_holds(slot, begun) for slot in slots):
-                self._unsealed = begun
+                self.unsealed = begun
             self._slots = (*self._slots, *slots)
             self._client = None
 
