@@ -95,7 +95,7 @@ def test_whether_a_tensor_is_still_the_object_of_the_beginning_is_stored(replace
         held = partial(held_arrays.stored, value)
         return Look(leaves={"meter.sum": Leaf(str(value), "meter", "sum", held, partial(setattr, meter, "sum"), value)})
 
-    changes = Changes(look, {})
+    changes = Changes(look, {}, before=look())
     if replaced:
         meter.sum = meter.sum + 1
     else:

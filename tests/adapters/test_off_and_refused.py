@@ -12,7 +12,7 @@ import torch
 import holdfast
 from holdfast.adapters import deepspeed, huggingface
 from holdfast.adapters.zero_lines.launcher import ScriptLauncher
-from holdfast.adapters.zero_lines.script import HOOK
+from holdfast.adapters.zero_lines.script_text import HOOK
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.model import Level

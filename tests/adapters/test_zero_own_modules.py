@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.adapters.zero_lines.own_modules import OwnFinder, find_in_modules
-from holdfast.adapters.zero_lines.script import HOOK
+from holdfast.adapters.zero_lines.script_text import HOOK
 
 LOOP = "def train(batches, model, optimizer):\n    for x in batches:\n        model(x).backward()\n        optimizer.step()\n"
 

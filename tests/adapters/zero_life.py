@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from holdfast.adapters.zero_lines import loop
 from holdfast.adapters.zero_lines.launcher import ScriptLauncher
 from holdfast.adapters.zero_lines.nested import nested_loop
 from holdfast.checkpoint.state.training_state import State
@@ -59,7 +58,7 @@ order = RunOrder(1, arguments=(script,), environment=dict(os.environ))
 sys.path.insert(0, os.path.dirname(script))
 sys.argv = [script, *sys.argv[3:]]
 if "POCKET" in os.environ:
-    loop.Checkpointer = nested_loop.Checkpointer = Pocket
+    nested_loop.Checkpointer = Pocket
 if root == "-":
     run_script(order)
 else:

@@ -180,7 +180,7 @@ CASES: dict[str, Case] = {
         when=6,
     ),
     "name that a generator made before the loop reads": Case(
-        "is carried from one step to the next", pre="best = {'n': torch.zeros(1)}\nlater = (best for _ in range(9))",
+        pre="best = {'n': torch.zeros(1)}\nlater = (best for _ in range(9))",
         body="if step == 2:\n    best = {'n': torch.ones(1)}", post="print('END', next(later)['n'].item())", when=6,
     ),
     # Loops in a module beside the script.
@@ -419,9 +419,9 @@ CASES: dict[str, Case] = {
     ),
     "tensor changed in place": Case(pre="total = torch.zeros(4)", body="total.add_(model[0].bias.detach())", scale="(1 + total.sum())", shown="total"),
     "tensor added to": Case(
-        "total", pre="total = torch.zeros(4)", body="total += model[0].bias.detach()", scale="(1 + total.sum())"
+        pre="total = torch.zeros(4)", body="total += model[0].bias.detach()", scale="(1 + total.sum())"
     ),
-    "tensor made anew": Case("ema", pre="ema = torch.zeros(4)", body="ema = 0.9 * ema + model[0].bias.detach()", scale="(1 + ema.sum())"),
+    "tensor made anew": Case(pre="ema = torch.zeros(4)", body="ema = 0.9 * ema + model[0].bias.detach()", scale="(1 + ema.sum())"),
     "array changed in place": Case(
         pre="total = np.zeros(3)\ndef add():\n    total[step % 3] += 1", body="add()", scale="(1 + total.sum())"
     ),
@@ -467,13 +467,13 @@ CASES: dict[str, Case] = {
     "walrus": Case(pre="n = 0", body="if (n := n + 1) > 3: pass", scale="(1 + n)", shown="n"),
     "walrus in a comprehension": Case(pre="n = 0", body="[n := n + i for i in range(3)]", scale="(1 + n)", shown="n"),
     "del of a name of the step": Case(body="extra = loss.item(); del extra"),
-    "del of an earlier name": Case("warm", pre="warm = 2", body="if step == 4: del warm", scale="(globals().get('warm', 1))"),
+    "del of an earlier name": Case(pre="warm = 2", body="if step == 4: del warm", scale="(globals().get('warm', 1))"),
     "comprehension over an earlier name": Case(pre="n = 1", body="m = [n + i for i in range(2)]\nn = m[-1]", scale="n", shown="n"),
     "try and finally": Case(pre="n = 0", body="try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    n += len(str(e))\nfinally:\n    n += 1", scale="(1 + n)", shown="n"),
     "with": Case(pre="n = 0", body="with torch.no_grad():\n    n += model[0].bias.sum().item()", scale="(1 + n)", shown="n"),
     "match": Case(pre="last = 0", body="match step % 3:\n    case 0:\n        last = step\n    case other:\n        pass", scale="(1 + last)", shown="last"),
     "continue before a name": Case(pre="even = 0", body="die(step)\nif step % 2:\n    continue\neven = step", shown="even"),
-    "name that only some steps set": Case("no value before the loop", body="if step % 4 == 0: rare = step", shown="rare"),
+    "name that only some steps set": Case(body="if step % 4 == 0: rare = step", shown="rare"),
     "import in the loop": Case(body="import math as m\nn = m.sqrt(step)", shown="n"),
     "early break": Case(body="if step == 7: break", shown="step, loss.item()"),
     "early stopping": Case(
@@ -484,7 +484,7 @@ CASES: dict[str, Case] = {
     "numbers that are no numbers": Case(pre="a, b, c = math.nan, -0.0, 1j", body="a, b, c = -a, -b, c * 1j", shown="repr(a), b, c"),
     "scalar of numpy": Case(pre="best = np.float64(9)", body="best = min(best, np.float64(loss.item()))", shown="best"),
     "text": Case(pre="told = ''", body="told += str(step)", scale="(1 + len(told))", shown="told"),
-    "best loss as a tensor": Case("best", pre="best = 9.0", body="if loss < best: best = loss", scale="1", shown="float(best)"),
+    "best loss as a tensor": Case(pre="best = 9.0", body="if loss < best: best = loss", scale="1", shown="float(best)"),
     "cached function": Case("_lru_cache_wrapper", pre="@functools.lru_cache\ndef f(x):\n    return x * 2", scale="f(step)"),
     # Behind the loop.
     "while behind the loop": Case(post="n = 3\nwhile n: n -= 1", shown="n, step"),
@@ -503,17 +503,17 @@ CASES: dict[str, Case] = {
     "backwards": Case(counts="range(10, 0, -1)", when=5, shown="step"),
     "from three on": Case(counts="range(3, 13)", when=7, shown="step"),
     "longer at the second time": Case(counts="range(int(os.environ.get('N', 10)))", again=(("N", "14"),), shown="step"),
-    "shorter at the second time": Case("is not one of", counts="range(int(os.environ.get('N', 10)))", again=(("N", "4"),)),
-    "other stride at the second time": Case("counts from 0 by 2", counts="range(0, 10, int(os.environ.get('N', 1)))", again=(("N", "2"),)),
+    "shorter at the second time": Case("were done, and there are 4", counts="range(int(os.environ.get('N', 10)))", again=(("N", "4"),)),
+    "other stride at the second time": Case("a range from 0 by 2", counts="range(0, 10, int(os.environ.get('N', 1)))", again=(("N", "2"),)),
     "resumes by itself": Case(
-        "counts from 5",
+        "a range from 5 by 1",
         pre="first, file = 0, os.environ['MARK'] + '.own'\nif os.path.exists(file):\n    own = torch.load(file)\n"
         "    model.load_state_dict(own['model']); torch.set_rng_state(own['rng']); first = own['step'] + 1",
         body="if step == 4: torch.save({'model': model.state_dict(), 'rng': torch.get_rng_state(), 'step': step}, file)",
         counts="range(first, 10)", shown="step",
     ),
     "resumes by itself, far": Case(
-        "counts from 5",
+        "a range from 5 by 1",
         pre="first, file = 0, os.environ['MARK'] + '.own'\nif os.path.exists(file):\n    own = torch.load(file)\n"
         "    model.load_state_dict(own['model']); torch.set_rng_state(own['rng']); first = own['step'] + 1",
         body="if step == 4: torch.save({'model': model.state_dict(), 'rng': torch.get_rng_state(), 'step': step}, file)",

@@ -106,6 +106,38 @@ def test_it_goes_on_with_the_next_batch(name: str, killed: int) -> None:
     assert [next(again) for _ in range(12)] == expected
 
 
+class Pair:
+    """A loop over two loaders at once, whose iterators are made before either draws its order."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        self.loaders = [DataLoader(TensorDataset(ROWS), size, shuffle=True, drop_last=True) for size in (3, 4)]
+        self.state = State({"one": self.loaders[0], "two": self.loaders[1]}, rank=0, world_size=1)
+        self.state.trained()
+
+    def steps(self) -> Iterator[list[float]]:
+        while True:
+            for one, two in zip(*self.loaders, strict=False):
+                yield [*one[0].tolist(), *two[0].tolist(), torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("killed", [1, 3, 6, 7])
+def test_loaders_that_are_gone_over_together_go_on_with_their_next_batches(
+    killed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Pair()
+    steps = first.steps()
+    for _ in range(killed):
+        next(steps)
+    saved = save(first.state)
+    expected = [next(steps) for _ in range(12)]
+    second = Pair()
+    restore(second.state, saved)
+    again = second.steps()
+    assert [next(again) for _ in range(12)] == expected
+    assert "not with the order" not in caplog.text
+
+
 def test_a_worker_that_stays_is_made_before_the_order_of_a_later_epoch_is_drawn() -> None:
     def epoch(life: Life) -> list[float]:
         return [row for (rows,) in life.loader for row in rows.tolist()]

@@ -126,6 +126,10 @@ def test_lock_holder_waiting_outside_is_reported_unlike_own_servers() -> None:
 def test_a_sleep_and_a_question_at_a_terminal_are_known_by_their_system_call() -> None:
     with worker("import time; time.sleep(100)") as pid:
         becomes(pid, lambda seen: seen.waits_in == SLEEP)
+    with worker("import select; select.select([], [], [], 100)") as pid:  # as `time.sleep` of Python 3.10
+        becomes(pid, lambda seen: seen.waits_in == SLEEP)
+    with worker("import os, select; select.select([os.pipe()[0]], [], [], 100)") as pid:
+        assert becomes(pid, lambda seen: "system call" in seen.call).waits_in == ""
     ours, terminal = pty.openpty()
     asks = subprocess.Popen([sys.executable, "-ISc", "input()"], stdin=terminal)
     try:

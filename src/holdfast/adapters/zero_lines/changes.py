@@ -51,7 +51,7 @@ class Changes:
         look: looks at all of it.
         lines: attribute or name -> line of the script that stores to it.
         members: names of sets whose order matters to nobody.
-        before: how it was; by default how it is now.
+        before: how it was.
         always: paths of plain values that are carried also where they are as they were.
         home: name of the module in which the loop stands; empty: it stands in the script itself.
     """
@@ -62,7 +62,7 @@ class Changes:
         lines: Mapping[str, int],
         members: Container[str] = (),
         *,
-        before: Look | None = None,
+        before: Look,
         always: Container[str] = (),
         home: str = "",
     ) -> None:
@@ -71,7 +71,7 @@ class Changes:
         self._lines = lines
         self._always = always
         self._home = f"{home}." if home else ""
-        self.before = before if before is not None else look()
+        self.before = before
         self._places = self.before.places
         self._data: dict[frozenset[str], dict[str, str]] = {}
 
@@ -147,19 +147,16 @@ class Changes:
                 found[path] = (kind, owner, key)
         return found
 
-    def began(self, used: Container[str], bounds: Container[str], *, inside: bool = False) -> dict[str, str]:
+    def began(self, used: Container[str], bounds: Container[str]) -> dict[str, str]:
         """Returns the numbers and texts, by path, that the loop reads and that stood before it began.
 
         Args:
             used: names that the loop reads.
             bounds: paths that say how far it counts, which may be others at every start.
-            inside: also what names of functions lead to.
         """
         found: dict[str, str] = {}
         for path, leaf in self.before.leaves.items():
-            if inside and "()." in path:
-                path = path.partition("().")[2]
-            path = self._at_home(path)
+            path = self._place(path)
             root = path.replace("[", ".").partition(".")[0]
             value = leaf.value() if root in used and path not in bounds and len(found) < MAX_BEGAN else None
             if type(value) in (bool, int, str) or (type(value) is float and value < CLOCK):
@@ -202,16 +199,6 @@ class Changes:
 
     def _at_home(self, path: str) -> str:
         return path.removeprefix(self._home) if self._home else path
-
-    def misses(self, rows: list[list[Any]]) -> str:
-        """Returns why these values have no place here; empty if all have one."""
-        born = {path: kind[0] for path, _, _, _, *kind in rows if kind}
-        for path, owner, _, _, *kind in rows:
-            if kind and kind[0] != ENDED and self.before.kinds.get(kind[0]) is None:
-                return f"{path!r} was carried by the run that saved, and its class is not there now"
-            if path not in self.before.leaves and owner not in self.before.owners and owner not in born:
-                return f"{path!r} was carried by the run that saved, and is not there now"
-        return ""
 
     def _fixed(self, look: Look, born: Container[str]) -> str:
         """Returns the first thing that differs and cannot be carried."""

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from holdfast.adapters import huggingface, lightning
-from holdfast.adapters.zero_lines.loop import say
+from holdfast.adapters.zero_lines.doubts import say
 from holdfast.adapters.zero_lines.proposed_lines import Proposer
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events

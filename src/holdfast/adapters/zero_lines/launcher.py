@@ -12,14 +12,14 @@ from pathlib import Path
 from torch import distributed as dist
 
 from holdfast.adapters import singletons
+from holdfast.adapters.zero_lines.doubts import UNKEPT, say
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
 from holdfast.adapters.zero_lines.frameworks import Finder
-from holdfast.adapters.zero_lines.loop import UNKEPT, KeptLoop, say
 from holdfast.adapters.zero_lines.nested.nested_loop import KeptLoops, Unfit
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, find_nested
 from holdfast.adapters.zero_lines.own_modules import OwnFinder, OwnLoops, find_in_modules
 from holdfast.adapters.zero_lines.proposed_lines import Proposer
-from holdfast.adapters.zero_lines.script import HOOK, ITSELF, NO_LOOP, Loop, find
+from holdfast.adapters.zero_lines.script_text import HOOK, ITSELF, NO_LOOP
 from holdfast.base import config
 from holdfast.base.errors import MismatchError
 from holdfast.base.events import Events
@@ -49,10 +49,10 @@ class ScriptLauncher:
             run_script(order)
             return
         path = order.arguments[0]
-        found: Loop | Nest | OwnLoops | str
+        found: Nest | OwnLoops | str
         try:
             source = order.text.encode("latin-1").decode() if order.text else Path(path).read_text(encoding="utf-8")
-            found = _found(source)
+            found = find_nested(source)
             if found == NO_LOOP:
                 found = find_in_modules(path, source) or found
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
@@ -76,11 +76,7 @@ class ScriptLauncher:
             return
         files = FileWatch(self._root)
         try:
-            if isinstance(found, Loop):  # with the lines that nobody wrote
-                kept = KeptLoop(found, self._root, self._events, files)
-                main_module.run_path(path, tree=found.tree, names={HOOK: kept})
-            else:
-                self._run_nest(path, found, order, files)
+            self._run_nest(path, found, order, files)
         finally:
             files.end()
             Proposer.end_all()
@@ -112,17 +108,6 @@ class ScriptLauncher:
             f"this script is not kept, {reason}; it runs again from its beginning, and nothing of it is saved; {remedy}"
         )
         run_script(order)
-
-
-def _found(source: str) -> Loop | Nest | str:
-    """Returns the loop of a script, or its loops that lie inside each other, or why there are none."""
-    found = find(source)
-    if found == ITSELF:
-        return found
-    nest = find_nested(source)
-    if isinstance(nest, str):
-        return found if isinstance(found, Loop) or nest == NO_LOOP else nest
-    return found if isinstance(found, Loop) and len(nest.sites) == 1 else nest
 
 
 def _said(reason: str) -> str:

@@ -23,7 +23,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, facts, find_nested
-from holdfast.adapters.zero_lines.script import HOOK, imported, scope_of
+from holdfast.adapters.zero_lines.script_text import HOOK, imported, scope_of
 
 # So many modules are looked at.
 _MAX_MODULES = 200

@@ -224,7 +224,7 @@ class _Text:
         self._frame, self._tree, self._loop, self._root = frame, tree, loop, root
         self._source = user_frames.text(frame)
         self._names = dict(user_frames.names(frame))
-        self._reach = Reach(sets=(), used=(), kept=())
+        self._reach = Reach(used=(), kept=(), named={})
         scope = scope_at(tree, loop.lineno)
         assert isinstance(scope, ast.Module | Function)
         self._scope = scope
@@ -296,7 +296,10 @@ class _Text:
     def _objects(self, reads: set[str], optimizer: Optimizer) -> _Found:
         found = _Found()
         seen: dict[int, Any] = {}
-        names = [name for name in sorted(reads & self._names.keys()) if not name.startswith("__")]
+        here = [name for name in reads & self._names.keys() if not name.startswith("__")]
+        names = sorted(
+            here, key=lambda name: (name in self._set, name)
+        )  # `optimizers` before the `o` that goes over them
         for name in names:
             self._visit(found, name, self._names[name], seen, 0)
         stepped = [p for _, each in found.optimizers.values() for group in each.param_groups for p in group["params"]]

@@ -416,7 +416,7 @@ class Checkpointer:
         if self._again is not None:
             return never(step, wanted, "the first steps are made again")
         run, step = self._running(), whole_number(step)
-        run.state.carried.require(step)
+        run.state.carried.require(step, run.start)
         run.state.gradients.note()
         with self._saves:
             if run.last is not None and step < run.last.version.step:

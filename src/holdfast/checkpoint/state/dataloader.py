@@ -1,6 +1,7 @@
 """The place in the data of a plain `torch.utils.data.DataLoader`, which says nothing of it: `Checkpointer(..., loader=loader)`.
 
-What its iterators hand out is counted, and what they began with is kept: the generators of random numbers of the process and of the sampler.
+What its iterators hand out is counted, and what they began with is kept: the generators of random numbers of the process and of the sampler,
+also as they drew their order, if others have drawn in between.
 After a restart the first iterator begins with these again and goes on at its place: of a map-style dataset the sampler's order is
 replayed and nothing is loaded that was had already; of an iterable one as many batches are loaded and dropped. Then the generators are as
 they were before. That the order is the same is proven by a digest of the indices, or it is said.
@@ -25,6 +26,7 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.state.optimizer_extras import same
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,9 @@ class LoaderPlace:
         vars(loader)["_get_iterator"] = self._iterator
         self._newest: _Counted | None = None
         self._had, self._order, self._began = 0, "", dict[str, Any]()
+        self._ready: dict[str, Any] | None = (
+            None  # the process's generators, once the newest iterator was made; None: it has drawn
+        )
         self._again = False  # the newest iterator is one that stays, and has begun another time
         self._stays = False  # there is one that stays, or was in the run that saved
         self._saved: dict[str, Any] = {}
@@ -139,6 +144,16 @@ class LoaderPlace:
         if state["had"]:
             self._saved = state
 
+    def draws(self, counted: _Counted) -> None:
+        """The sampler is asked for the first indices, and draws its order now.
+
+        Something else may have drawn since the iterator was made: that of another loader, `zip(labeled, unlabeled)`.
+        """
+        if counted is self._newest and self._ready is not None:
+            ready, self._ready = self._ready, None
+            if not same(now := ProcessRandomness().state_dict(), ready):
+                self._began["drew"] = {"process": now, "own": self._own()}
+
     def handed(self, counted: _Counted, indices: object) -> None:
         """One more batch was handed out."""
         if counted is self._newest:
@@ -152,7 +167,7 @@ class LoaderPlace:
 
     def begun(self, counted: _Counted, *, again: bool) -> None:
         """An iterator begins, for the first time or `again`, and draws its first numbers behind this."""
-        self._newest, self._again = counted, again
+        self._newest, self._again, self._ready = counted, again, None
         self._stays = self._loader.num_workers > 0 and self._loader.persistent_workers
         self._had, self._order = 0, ""
         self._began = {"process": ProcessRandomness().state_dict(), "own": self._own()}
@@ -164,14 +179,20 @@ class LoaderPlace:
         if not saved:
             self.begun(counted, again=again)
             counted.begin(self._made(counted, 0))
+            if not counted.has_drawn:  # workers are asked for their first batches at once
+                self._ready = ProcessRandomness().state_dict()
             return counted
         process = ProcessRandomness()
         now = process.state_dict()
         self._go_back(saved["began"])
         self.begun(counted, again=again)
+        if "drew" in saved["began"]:
+            self._began["drew"] = saved["began"]["drew"]
         had = saved["had"]
         is_iterable = isinstance(self._loader.dataset, IterableDataset)
         counted.begin(self._made(counted, 0 if is_iterable else had))
+        if "drew" in self._began:
+            self._go_back(self._began["drew"])
         if is_iterable:
             logger.warning("the loader's dataset is iterable: %d batches are loaded again and dropped", had)
             for _ in range(had):
@@ -226,6 +247,7 @@ class _Counted:
         self._place = place
         self._inner: Any = None
         self._sampler: _Skipping | None = None
+        self.has_drawn = False
         self._indices: deque[object] = deque()
 
     def begin(self, inner: Iterator[Any]) -> None:
@@ -235,6 +257,12 @@ class _Counted:
     def told(self, indices: object) -> None:
         """The sampler handed out the indices of one more batch."""
         self._indices.append(indices)
+
+    def draws(self) -> None:
+        """The sampler is asked for indices."""
+        if not self.has_drawn:
+            self.has_drawn = True
+            self._place.draws(self)
 
     def samples(self, sampler: _Skipping) -> None:
         """Note what asks the sampler of this iterator."""
@@ -313,6 +341,7 @@ class _Skipping:
 
     def __next__(self) -> Any:
         self.skip()
+        self._counted.draws()
         indices = next(self._inner)
         self._counted.told(indices)
         return indices

@@ -38,6 +38,7 @@ class _Calls:
 
     Attributes:
         sleeps: nanosleep, clock_nanosleep.
+        selects: select, pselect6. Of no descriptors they are sleeps: `time.sleep` of Python 3.10 is one.
         read: alone.
         mute: waits that tell nothing, for locks and drivers: futex, futex_waitv, futex_wait, ioctl.
         outward: those in which a thread waits for somebody outside: read, recvfrom, recvmsg, accept, accept4, connect, wait4,
@@ -45,14 +46,15 @@ class _Calls:
     """
 
     sleeps: tuple[int, ...] = ()
+    selects: tuple[int, ...] = ()
     read: int = -1
     mute: tuple[int, ...] = ()
     outward: tuple[int, ...] = ()
 
 
 _CALLS = {
-    "x86_64": _Calls((35, 230), 0, (202, 449, 455, 16), (0, 45, 47, 43, 288, 42, 61, 247, 73, 74, 257)),
-    "aarch64": _Calls((101, 115), 63, (98, 449, 455, 29), (63, 207, 212, 202, 242, 203, 260, 95, 32, 82, 56)),
+    "x86_64": _Calls((35, 230), (23, 270), 0, (202, 449, 455, 16), (0, 45, 47, 43, 288, 42, 61, 247, 73, 74, 257)),
+    "aarch64": _Calls((101, 115), (72,), 63, (98, 449, 455, 29), (63, 207, 212, 202, 242, 203, 260, 95, 32, 82, 56)),
 }
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel", "/dev/vfio/")
 
@@ -296,7 +298,9 @@ def _waits_in(pid: int) -> tuple[str, str]:
         return RUNNING, ""
     if int(told[0]) in calls.mute:
         return "", ""
-    number, waits_in = int(told[0]), SLEEP if int(told[0]) in calls.sleeps else ""
+    number = int(told[0])
+    is_sleep = number in calls.sleeps or (number in calls.selects and int(told[1], 16) == 0)
+    waits_in = SLEEP if is_sleep else ""
     if number == calls.read and _is_terminal(pid, int(told[1], 16)):
         waits_in = PERSON
     return f"a system call (no. {number} of {os.uname().machine})", waits_in

@@ -96,6 +96,12 @@ class Entry:
         main = self.frame.f_globals
         return {**main, **own(self.frame)} if is_function(self.frame) else dict(main)
 
+    def drop(self, names: Iterable[str]) -> None:
+        """Deletes names of the script that were not set when the version was saved, behind the line that gave them a stand-in."""
+        for name in names:
+            if type(self.frame.f_globals.get(name)) is Lost:
+                del self.frame.f_globals[name]
+
 
 class Untouched:
     """Sees whether modules that are kept are used between two loops: a restart has them there as a later step left them.
@@ -160,7 +166,7 @@ class Looker:
             for name, value in scope.items():
                 named[id(value)] = name
         self._reach = Reach(
-            sets=(), used=nest.used, kept=kept, members=nest.members, pops=nest.pops, named=named
+            used=nest.used, kept=kept, members=nest.members, pops=nest.pops, named=named
         )  # the same walk at all places
 
     def look(self, entries: Sequence[Entry], last: tuple[Site, FrameType] | None = None) -> Look:

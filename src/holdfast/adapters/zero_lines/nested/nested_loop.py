@@ -1,6 +1,6 @@
 """Kept loops that lie inside each other, at run time: the thing that the loops of one script iterate over.
 
-Put into the script under the name `script.HOOK`. Versions are made where the innermost loop asks for its next item, behind a
+Put into the script under the name `script_text.HOOK`. Versions are made where the innermost loop asks for its next item, behind a
 step of the optimizer. A restart goes straight to the saved item of each outer loop, with the random numbers and values that its
 item began with; the statements up to the inner loop are executed again; there everything is restored and compared, and the inner
 loop goes on behind the items that it had. What follows the last step of an inner loop (an evaluation, a schedule) is done again.
@@ -21,9 +21,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from holdfast.adapters.zero_lines.doubts import differs, is_foreign, is_refused, ranks, say, unknown
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
-from holdfast.adapters.zero_lines.loop import Count, close, differs, is_foreign, is_refused, ranks, say, unknown
 from holdfast.adapters.zero_lines.nested.nested_items import Items
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Looker, Untouched, is_function
 from holdfast.adapters.zero_lines.nested.nested_objects import collect
@@ -42,7 +43,7 @@ from holdfast.adapters.zero_lines.nested.nested_state import (
 )
 from holdfast.adapters.zero_lines.objects import Kept
 from holdfast.adapters.zero_lines.reach.reach import Reach
-from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries import living_gradients
@@ -92,7 +93,7 @@ class KeptLoops:
         self._next: Entry | None = None
         self._told: set[int] = set()
         self._generators = generators()
-        self._judge = Reach(sets=(), used=(), kept=())
+        self._judge = Reach(used=(), kept=(), named={})
 
     def leave(self) -> None:
         """The script leaves a loop in good order, by `break` or `return`."""
@@ -234,6 +235,7 @@ class KeptLoops:
             there = entry.names() if entry.taken == 0 else {}
             self._give(given(entry.site.lives, start["carried"], there=there))
             yield stand_in(entry.site.target, start["targets"])
+            entry.drop(start.get("absent", ()))
         while True:
             self._left = False
             if start is None:
@@ -255,6 +257,7 @@ class KeptLoops:
         if version is not None:
             self._give(given(entry.site.lives, version["carried"]))
             yield stand_in(entry.site.target, version["targets"])
+            entry.drop(version.get("absent", ()))
         while True:
             self._left = False
             before = run.count.steps
@@ -268,7 +271,7 @@ class KeptLoops:
             run.unsaved = -1  # the item that is done has changed what a version of the step before would hold
             if run.by_hand or run.count.steps != before:
                 run.made(self._stack)
-        run.inner_ends(again=version is not None)
+        run.inner_ends(entry.site.line, again=version is not None)
         if version is not None:
             names = (*entry.site.lives, *entry.site.after)
             if version["after"] is None:
@@ -278,6 +281,21 @@ class KeptLoops:
 
     def _give(self, values: tuple[Any, ...]) -> None:
         self._values, self.back = values, True
+
+
+class _Count:
+    """Holds how many steps optimizers have made."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._handle = register_optimizer_step_post_hook(self._step)
+
+    def _step(self, *_: Any) -> None:
+        self.steps += 1
+
+    def close(self) -> None:
+        """Counts no more."""
+        self._handle.remove()
 
 
 class _Run:
@@ -312,7 +330,7 @@ class _Run:
         self._events = events
         self._nest, self._root, self._looker, self._group = nest, root, looker, group
         self._outermost = outermost
-        began = outermost.changes.began(nest.used, nest.bounds, inside=True) if nest.reads_files else {}
+        began = outermost.changes.began(nest.used, nest.bounds) if nest.reads_files else {}
         self._state = NestedState(nest, outermost, began, group)
         self._state.events = events
         self._state.root = root
@@ -326,7 +344,7 @@ class _Run:
         make = functools.partial(State, self._objects, rank=0, world_size=1)
         self._checks = [SelfCheck(make, clock=nest.reads_clock) for _ in range(2 if outermost.site.outer else 1)]
         self._child: SelfCheck | None = None
-        self.count = Count()
+        self.count = _Count()
         self.by_hand = "optimizer" not in found.objects
         self._pending: dict[str, Any] | None = None
         self._number = self.unsaved = -1
@@ -575,11 +593,12 @@ class _Run:
         if self.by_hand:
             self._checkpointer.settle()  # no step of an optimizer waits for the copy
 
-    def inner_ends(self, *, again: bool) -> None:
+    def inner_ends(self, line: int, *, again: bool) -> None:
         """An innermost loop has no more items; everything is as behind its last step."""
         if self.unsaved >= 0 and not self._ended:
             self._save(self.unsaved)
         elif again and self._child is None:
+            say(f"the loop of line {line} has made all its steps; what lies behind it runs")
             self._checkpointer.save(self._number, "durable")  # it may lie in memory alone
         self.unsaved = -1
 
@@ -598,7 +617,7 @@ class _Run:
         self._ended = True
         self._end_checks()
         self.count.close()
-        close(self._checkpointer)  # what was saved before that is right
+        _close(self._checkpointer)  # what was saved before that is right
 
     def fails(self, error: Exception) -> None:
         """An error of ours, or of the items: the child that rehearses tells it."""
@@ -616,13 +635,21 @@ class _Run:
         self._end_checks()
         self.count.close()
         if in_order:
-            close(self._checkpointer)
+            _close(self._checkpointer)
         else:  # left by an error: what was saved counts
             self._checkpointer.__exit__(UsageError, None, None)
 
     def _end_checks(self) -> None:
         for check in self._checks:
             check.end()
+
+
+def _close(checkpointer: Checkpointer) -> None:
+    """The last step is durable, or it is said that it is not: what lies behind the loop runs in either case."""
+    try:
+        checkpointer.close()
+    except LevelNotReached as error:
+        say(f"the last step is not durable: {error}")
 
 
 def _why_not_rehearsed(objects: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.adapters.zero_lines.script import (
+from holdfast.adapters.zero_lines.script_text import (
     HOOK,
     ITSELF,
     NO_LOOP,

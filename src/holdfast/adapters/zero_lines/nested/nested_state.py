@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.adapters.zero_lines.changes import Changed
-from holdfast.adapters.zero_lines.loop import Doubts, packed, unpacked
+from holdfast.adapters.zero_lines.doubts import Doubts
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Lost
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.reach.look import Look
-from holdfast.adapters.zero_lines.reach.plain_values import has_set, is_plain
+from holdfast.adapters.zero_lines.reach.plain_values import MAX_ELEMENTS, has_set, is_plain
+from holdfast.checkpoint.device.accelerator import name_of
 from holdfast.checkpoint.entries import carried_tensors, living_gradients
 from holdfast.checkpoint.entries.carried_tensors import is_carried
 from holdfast.checkpoint.entries.rng import ProcessRandomness
@@ -110,6 +111,7 @@ class NestedState(Doubts):
             "carried": carried,
             "targets": _targets(inner),
             "lost": lost,
+            "absent": _absent(inner, names),
             "after": after,
             "gradients": gradients or {},
             "unsure": self.unsure,
@@ -135,7 +137,7 @@ class NestedState(Doubts):
         self.doubt(changed.reason)
         assert entry.items is not None
         return {
-            "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "rng": packed_randomness(),
+            "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "absent": _absent(entry, names), "rng": packed_randomness(),
             "digest": entry.items.digest(), "settings": settings(self.objects),
             "targets": _targets(entry),
         }  # fmt: skip
@@ -204,7 +206,7 @@ class NestedState(Doubts):
     def _after(self, site: Site, names: Mapping[str, Any]) -> dict[str, Any] | None:
         found: dict[str, Any] = {}
         for name in site.after:
-            value = packed(names.get(name, self), number=name in site.numbers)
+            value = _packed(names.get(name, self), number=name in site.numbers)
             if value is None:
                 return None
             found[name] = value
@@ -287,6 +289,11 @@ def _changed_around(entries: Sequence[Entry]) -> str:
     return ""
 
 
+def _absent(entry: Entry, names: Mapping[str, Any]) -> list[str]:
+    """Returns the names that live from turn to turn and that the script has not set yet, or has deleted."""
+    return [name for name in entry.site.lives if name not in names]
+
+
 def _place(entry: Entry) -> list[Any]:
     assert entry.items is not None
     return [entry.site.number, entry.taken, entry.items.shape, entry.made, entry.drawn, entry.items.digest()]
@@ -313,6 +320,8 @@ def stand_in(target: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _shown(shape: Sequence[Any]) -> str:
+    if shape[0] == "range":
+        return f"a range from {shape[1]} by {shape[2]}"
     return " ".join(map(str, shape))
 
 
@@ -331,7 +340,7 @@ def given(
         there: what they mean now, where the statements before have just made them as the run that saved did.
     """
     found = {name: carried_tensors.unpacked(value) for name, value in carried.items()} | {
-        name: unpacked(value) for name, value in (after or {}).items()
+        name: _unpacked(value) for name, value in (after or {}).items()
     }
     found |= {name: value for name, value in (there or {}).items() if name in found and _is_same(found[name], value)}
     return tuple(found[name] if name in found else Lost(name) for name in names)
@@ -450,3 +459,20 @@ def _unpack(tree: Any) -> Any:
             return numpy.frombuffer(bytearray(tree["array"]), dtype=tree["dtype"])
         return {key: _unpack(part) for key, part in tree.items()}
     return list(map(_unpack, tree)) if isinstance(tree, list) else tree
+
+
+def _packed(value: Any, *, number: bool) -> Any:
+    """Returns a value as it can be stored; None if it cannot."""
+    if is_plain(value):
+        return {"plain": value}
+    if isinstance(value, torch.Tensor) and number and value.numel() <= MAX_ELEMENTS and not value.is_quantized:
+        where = name_of(value.device)
+        return {"tensor": value.detach().tolist(), "dtype": str(value.dtype).removeprefix("torch."), "device": where}
+    return None
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Any:
+    """Returns the value that was stored."""
+    if "plain" in packed:
+        return packed["plain"]
+    return torch.tensor(packed["tensor"], dtype=getattr(torch, packed["dtype"]), device=packed["device"])

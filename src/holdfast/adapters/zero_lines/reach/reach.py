@@ -1,6 +1,6 @@
 """Looks at everything that a script's loop can reach and that no `state_dict` hands out: plain values, and what must stay.
 
-    look = Reach(sets=sets, used=used, kept=kept).look(globals, frames)
+    look = Reach(used=used, kept=kept, named=named).look(globals, frames)
 
 A path says how a thing is reached from the names of the script, so a script that was started again has the same thing under
 the same path. Two looks are compared: a leaf that changed can be carried, something fixed that changed cannot. The walk goes
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from holdfast.adapters.zero_lines.reach.look import Look, Owner, owner_of
@@ -26,13 +27,11 @@ class Reach:
     """Walks from the names of one script.
 
     Args:
-        sets: names that the loop itself sets; what they hold is no concern of the walk.
         used: names that the loop reads: what they hold must not keep a place that nobody can read.
         kept: objects that hand out their state.
-        carried: names that live from one step to the next: they are set anew by a restart.
         members: names of sets whose order matters to nobody.
         pops: whether the text of the script calls a `pop()` of something.
-        named: path of each kept object, by its `id`; by default they are named as the frames do.
+        named: path of each kept object, by its `id`.
 
     Attributes:
         counted: generators that come to where they are when the items of a loop are counted, by their `id`.
@@ -42,20 +41,16 @@ class Reach:
     def __init__(
         self,
         *,
-        sets: Iterable[str],
         used: Iterable[str],
         kept: Iterable[Any],
-        carried: Iterable[str] = (),
         members: Iterable[str] = (),
         pops: bool = False,
-        named: Mapping[int, str] | None = None,
+        named: Mapping[int, str],
     ) -> None:
         self._named = named
         self.counted: Container[int] = ()
         self.may_begin = False
-        self._carried = sorted(carried)
         self._members, self._pops = frozenset(members), pops
-        self._sets = frozenset(sets)
         self._used = frozenset(used)
         self._kept = list(kept)
         self._users: dict[str, bool] = {}
@@ -67,9 +62,9 @@ class Reach:
         frames: Sequence[tuple[str, Mapping[str, Any]]],
         *,
         inner: Sequence[tuple[str, Mapping[str, Any]]] = (),
-        hidden: frozenset[str] | None = None,
-        local: Mapping[str, Any] | None = None,
-        carried: Mapping[str, Any] | None = None,
+        hidden: frozenset[str] = frozenset(),
+        local: Mapping[str, Any] = MappingProxyType({}),
+        carried: Mapping[str, Any] = MappingProxyType({}),
         home: str = "",
     ) -> Look:
         """Returns what is there now.
@@ -79,32 +74,22 @@ class Reach:
             frames: name and local names of the functions that are running, the innermost, with the loop, first.
             inner: those that came to run since the loop began, the outermost first: they are looked at last, so that a thing
                 has the path that it had before.
-            hidden: names of the script itself that are not looked at; by default those that the loop sets, if it stands there.
-            local: names that loops set, which functions in them may hold too; by default those of the innermost.
-            carried: names that are set anew by a restart; by default those that the loop carries.
+            hidden: names of the script itself that are not looked at.
+            local: names that loops set, which functions in them may hold too.
+            carried: names that are set anew by a restart.
             home: name of the module in which the loop stands; empty: it stands in the script itself.
         """
-        if local is None:
-            local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
-        if hidden is None:
-            hidden = frozenset() if frames else self._sets
         walk = Walk(self._is_users, hidden, self._kept, local, self._told)
         walk.found.owners[""] = Owner(main.__setitem__, main.pop)
-        scopes = [scope for _, scope in frames] + [main]
-        names = self._named or {
-            id(value): name for scope in scopes for name, value in scope.items() if name not in self._sets
-        }
-        if carried is None:
-            carried = {name: scopes[0].get(name, main.get(name)) for name in self._carried}
         walk.carried = frozenset(carried)
         walk.counted, walk.may_begin = self.counted, self.may_begin
         for name, value in carried.items():
             walk.share(name, value)
         for number, thing in enumerate(self._kept):
-            walk.inside(names.get(id(thing), f"kept{number}"), thing)
+            walk.inside(self._named.get(id(thing), f"kept{number}"), thing)
         self._at_home(walk, home)
-        for number, (path, scope) in enumerate(frames):
-            self._visit(walk, path, scope, without=frozenset() if number else self._sets)
+        for path, scope in frames:
+            self._visit(walk, path, scope)
         for name in self._in_order(main):
             if not name.startswith("__") and name not in walk.hidden:
                 walk.visit(name, main[name], asks=ALL if name in self._used else NOTHING, hold=("", name))
@@ -135,9 +120,9 @@ class Reach:
                 if name in self._used:
                     walk.foreign(f"{home}.{name}", names[name])
 
-    def _visit(self, walk: Walk, path: str, scope: Mapping[str, Any], *, without: frozenset[str] = frozenset()) -> None:
+    def _visit(self, walk: Walk, path: str, scope: Mapping[str, Any]) -> None:
         """Looks at the names of a function."""
-        for name in self._in_order(scope.keys() - without):
+        for name in self._in_order(scope):
             if type(scope[name]) in ATOMS:
                 walk.found.local[f"{path}.{name}"] = (type(scope[name]).__qualname__, repr(scope[name]))
             walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)

@@ -1,0 +1,176 @@
+"""Says of a script why it is not kept, why it is not kept any more, or why a version of it is not taken: once, to who started the job.
+
+All ranks are asked before anything is touched, and the first reason is told. A version that does not fit the loops that ask for
+it is refused before anything of it is loaded: the script then runs as it was written.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.adapters.zero_lines.changes import Changes
+from holdfast.adapters.zero_lines.files_read_back import FileWatch
+from holdfast.adapters.zero_lines.proposed_lines import Proposer
+from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.events import Events
+from holdfast.checkpoint.job import collectives
+
+# What it means that a loop which trains is not kept, and what to do.
+UNKEPT = (
+    "it runs as under torchrun: nothing of it is saved, and a restart begins it anew; "
+    "holdfast.Checkpointer in the script keeps it"
+)
+
+
+def ranks(events: Events) -> collectives.Ranks | None:
+    """Returns the ranks of the job; None, and the reason told, if they cannot be asked."""
+    try:
+        return collectives.ranks()
+    except UsageError as error:
+        say(str(error.what))
+        events.emit("script_refused", reason=str(error.what))
+        return None
+
+
+def is_refused(group: collectives.Ranks, reason: str, events: Events, root: str) -> bool:
+    """Tell whether any rank has a reason not to keep the script; says the first one."""
+    told = collectives.gather_json(group, reason)
+    reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
+    if reasons:
+        events.emit("script_refused", reason=reasons[0])
+        if group.rank == 0:
+            say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
+            Proposer(root, say, events, reasons[0])
+    return bool(reasons)
+
+
+def is_foreign(group: collectives.Ranks, reason: str, root: str, events: Events) -> bool:
+    """Tell whether any rank has a reason not to take a version that was found; says the first one."""
+    reasons = [each for each in collectives.gather_json(group, reason) if each]
+    if reasons:
+        events.emit("script_refused", reason=reasons[0])
+        if group.rank == 0:
+            say(
+                f"this script is not kept, {reasons[0]}; it runs as it is written, and nothing of it is saved. To begin "
+                f"anew with it, give another --checkpoint-dir, or remove {root}"
+            )
+    return bool(reasons)
+
+
+def differs(name: str) -> str:
+    """Returns what is told of a value that a rehearsal did not make again; empty if there is none."""
+    if not name:
+        return ""
+    return f"a rehearsal of a restart differs in {name!r}: some state that its steps depend on is in no version"
+
+
+def unknown(changes: Changes, reason: str) -> str:
+    """Returns why an object that nobody can look into is in the way where nothing is rehearsed."""
+    (path, kind), *_ = changes.before.unknown
+    return (
+        f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next, and the first steps are not rehearsed: "
+        f"{reason}"
+    )
+
+
+class Doubts(ABC):
+    """Tells the person who started the job, once, what makes the versions of a run unsure.
+
+    Args:
+        group: the ranks.
+        began: numbers and texts that the loops read, as they were when they began; empty if the script reads no files.
+
+    Attributes:
+        refused: why a version was not taken.
+        unsure: why no version of this run can be right any more; empty as long as nothing says so.
+        unrehearsed: why its first steps are not rehearsed.
+        alone: whether this rank is the job.
+        who: number of this rank, and of all.
+        events: told why no version can be right any more.
+        files: watches which files the script opens; None if nobody does.
+        spoiled: whether what was saved before is not right any more either.
+        root: directory or URL of the checkpoints; empty: no lines are proposed.
+    """
+
+    holdfast_saves_gradients = True
+
+    def __init__(self, group: collectives.Ranks, began: Mapping[str, str]) -> None:
+        self._rank, self._began = group.rank, began
+        self._noted: dict[str, Any] = {}
+        self.refused = ""
+        self.alone = group.world_size == 1
+        self.who = [group.rank, group.world_size]
+        self.events = Events()
+        self.files: FileWatch | None = None
+        self.spoiled = False
+        self.root = ""
+        self.unsure = self.unrehearsed = ""
+
+    def doubt(self, reason: str) -> None:
+        """Says a reason why no version of this run can be right any more, once; nothing if it is empty."""
+        if reason and not self.unsure:
+            self.unsure = reason
+            self.events.emit("script_refused", reason=reason)
+            who = "" if self.alone else f"rank {self._rank}: "
+            say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
+            if self._rank == 0 and self.root:
+                Proposer(self.root, say, self.events, reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was noted last."""
+        return self._noted
+
+    def holdfast_accepts(self, state: Any) -> None:
+        """Looks at a version before anything of it is loaded.
+
+        Raises:
+            MismatchError: it is not of these loops, or cannot be right.
+        """
+        self.refused = self._why_not(state) if isinstance(state, dict) else ""
+        if self.refused:
+            raise MismatchError(self.refused, where=self._loop_name())
+
+    @abstractmethod
+    def _why_not(self, state: Mapping[str, Any]) -> str:
+        """Returns why a version does not fit; empty if it does."""
+
+    @abstractmethod
+    def _loop_name(self) -> str: ...
+
+    def _why_not_begun(self, state: Mapping[str, Any]) -> str:
+        """Returns why a version does not fit where the loops begin; empty if it does."""
+        for path, token in state["began"].items():
+            if self._began.get(path, token) != token:
+                return (
+                    f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
+                    f"have gone on from a file of its own"
+                )
+        return ""
+
+    def judge_files(self) -> None:
+        """Looks at what the script has read and written since the step before, behind a step."""
+        if self.files is not None:
+            reason, warning = self.files.step_made()
+            self.spoiled = self.spoiled or bool(
+                reason and not self.unsure
+            )  # the file has gone on, and nothing brings it back
+            self.doubt(reason)
+            if warning and self._rank == 0:
+                say(f"warning: {warning}")
+
+    def rehearses(self, reason: str) -> None:
+        """Says once why the first steps are not rehearsed; nothing if it is empty."""
+        if reason and not self.unrehearsed:
+            self.unrehearsed = reason
+            if self._rank == 0:
+                say(
+                    f"warning: the first steps are not rehearsed, {reason}; state that holdfast cannot see would not be missed"
+                )
+
+
+def say(what: str) -> None:
+    """Writes one line for the person who started the job."""
+    sys.stderr.write(f"holdfast: {what}\n")
