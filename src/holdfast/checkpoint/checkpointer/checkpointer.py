@@ -66,6 +66,7 @@ from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions import step_numbers
+from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.read_limit import ReadLimit
@@ -446,7 +447,21 @@ class Checkpointer:
         run, began = self._running(), time.monotonic()
         timeout_s = self._config.close_timeout_s if timeout_s is None else as_seconds(timeout_s)
         run.saver.settle(timeout_s)
-        run.durables.flush(max(0.0, timeout_s - (time.monotonic() - began)))
+        if run.saver.memory is not None:
+            run.link.wait_mended(timeout_s)
+        asked: KeeperClient | None = None
+
+        def meanwhile() -> None:
+            nonlocal asked
+            if run.saver.memory is None:
+                return
+            run.link.mend()  # a keeper that died is missed by nobody else
+            client, last = run.link.client, run.last
+            if client is not None and client is not asked and last is not None and last.level is Level.DURABLE:
+                asked = client
+                self._raise_level(run, last, Level.DURABLE, anew=True)
+
+        run.durables.flush(max(0.0, timeout_s - (time.monotonic() - began)), meanwhile)
 
     def settle(self) -> None:
         """Waits until the copy of the last save is complete, or given up; after that parameters may be written at will.
