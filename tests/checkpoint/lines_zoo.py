@@ -1271,4 +1271,48 @@ CASES = {
         between="at = float('inf'); weights = None; step = 0",
         names=("at", "weights"),
     ),
+    "a step that is told by a callback": Case(
+        """
+        for trainer.epoch in range(2):
+            for number in range(4):
+                loss = train(batch()).item()
+                trainer.best = min(trainer.best, loss)
+                trainer.mean = 0.9 * trainer.mean + loss
+                scheduler.step()
+                for callback in callbacks:
+                    callback.behind(trainer)
+        """,
+        before="""
+        class Trainer:
+            best, mean = 1e9, 0.0
+        class Saves:
+            def behind(self, trainer):
+                ckpt.step(trainer.number, best=trainer.best)
+                trainer.number += 1
+        trainer, callbacks = Trainer(), [Saves()]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        """,
+        between="trainer.best, trainer.mean, trainer.number = ckpt.carry('best', trainer.best), 0.0, start",
+        names=("trainer.mean", "scheduler"),
+        in_function=False,
+    ),
+    "a step that is told by a method of the one with the loop": Case(
+        """
+        class Trainer:
+            def __init__(self):
+                self.number, self.losses, self.shown = start, [], 0
+            def behind(self, loss):
+                self.shown = loss
+                ckpt.step(self.number)
+                self.number += 1
+            def fit(self):
+                while self.number < 8:
+                    loss = train(batch()).item()
+                    self.losses.append(loss)
+                    self.behind(loss)
+        Trainer().fit()
+        """,
+        names=("self.losses",),
+        in_function=False,
+    ),
 }

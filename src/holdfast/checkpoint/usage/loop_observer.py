@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.given_objects import Given
-from holdfast.checkpoint.usage.loop_analysis import Around, around
+from holdfast.checkpoint.usage.loop_analysis import Around, around, from_outside
 from holdfast.checkpoint.usage.loop_snapshot import Early, Finding, look
 from holdfast.core.versions import step_numbers
 
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # The first steps that are looked at, all of them; behind them only powers of two.
 FIRST_LOOKS = 6
+# Frames that are looked at for a loop, where the function that calls `step` has none.
+MAX_CALLERS = 8
 # Places of the script that call `step`, of which more is not looked at.
 MAX_PLACES = 4
 
@@ -63,6 +65,7 @@ class Observer:
         self._tokens = early.tokens
         self._calls, self._off = 0, False
         self._places: dict[tuple[str, int], Around | None] = {}
+        self._outer: dict[tuple[str, int], CodeType] = {}
         self._before: Mapping[str, object] = early.tokens
         self._told: set[str] = set()
         self._numbers: list[tuple[int, int]] = []
@@ -88,15 +91,27 @@ class Observer:
     def _at(self, frame: FrameType | None) -> bool:
         place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
         if frame is not None and place not in self._places and len(self._places) < MAX_PLACES:
-            self._places[place] = around(user_frames.text(frame), frame.f_lineno)
+            self._places[place] = around(user_frames.text(frame), frame.f_lineno) or self._from_outside(frame)
             self._before = self._tokens
         found = self._places.get(place)
         if frame is None or found is None:
             self._off = frame is None
             return False
         if self._says:
-            self._tell(found, os.path.basename(place[0]), self._look(found, user_frames.names(frame)))
+            loops = self._outer.get(place)
+            frame = frame if loops is None else next(f for f in _callers(frame) if f.f_code is loops)
+            self._tell(found, os.path.basename(frame.f_code.co_filename), self._look(found, user_frames.names(frame)))
         return found.one_more
+
+    def _from_outside(self, frame: FrameType) -> Around | None:
+        """Return what the loops of a caller have, where `step()` is called by a method or a callback."""
+        text = user_frames.text(frame)
+        for caller in _callers(frame):
+            found = from_outside(user_frames.text(caller), caller.f_lineno, text, frame.f_lineno)
+            if found is not None:
+                self._outer[frame.f_code.co_filename, frame.f_lineno] = caller.f_code
+                return found
+        return None
 
     def _look(self, found: Around, names: Mapping[str, Any]) -> list[Finding]:
         self._given.look()
@@ -148,3 +163,14 @@ class Observer:
                     self._start,
                     self._numbers[0][0],
                 )
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    """Yields the frames of the user's that called this one, innermost first."""
+    caller = frame.f_back
+    for _ in range(MAX_CALLERS):
+        if caller is None:
+            return
+        if user_frames.is_users(caller):
+            yield caller
+        caller = caller.f_back
