@@ -48,7 +48,7 @@ class Around:
         skips: line -> names, of what the head of a loop leaves out the first items of, by `islice`.
         frozen: the line that sets `requires_grad` in one turn alone; None if there is none.
         numbered: those of `lives` that are set by how far the loop has come.
-        begins: name -> value, of each name that the text sets once outside of the loops, to a number or to None.
+        begins: name -> value, of each name that the text sets once outside of the loops, to a number or to None, if these do not restore.
     """
 
     line: int
@@ -122,7 +122,7 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
         _handed(loops, "islice", 3),
         next((at for loop in loops if (at := frozen_once(loop, known, functions)) is not None), None),
         frozenset(name for name in lines if any(is_by_number(loop, name) for loop in loops)),
-        dict(_beginnings(scope, loops[0])),
+        {} if any(map(_is_restored, ast.walk(loops[0]))) else dict(_beginnings(scope, loops[0])),
     )
 
 

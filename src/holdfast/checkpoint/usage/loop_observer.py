@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -35,6 +36,21 @@ MAX_PLACES = 4
 
 # What a warning says; the lines behind it have the names.
 NO_VERSION = "changes what is in no version"
+
+
+@dataclass(slots=True)
+class Loops:
+    """The loops of one function around a call of `step()`.
+
+    Attributes:
+        around: what their text says.
+        code: of the function.
+        before: name -> token, of what the look before has found.
+    """
+
+    around: Around
+    code: CodeType
+    before: Mapping[str, object]
 
 
 class Observer:
@@ -62,11 +78,9 @@ class Observer:
         self._given, self._carried, self._says = Given(objects), carried, says
         self._start, self._count = start, count
         self._early: Sequence[object] = early.iterators
-        self._tokens = early.tokens
+        self._tokens, self._code = early.tokens, early.code
         self._calls, self._off = 0, False
-        self._places: dict[tuple[str, int], Around | None] = {}
-        self._outer: dict[tuple[str, int], CodeType] = {}
-        self._before: Mapping[str, object] = early.tokens
+        self._places: dict[tuple[str, int], list[Loops]] = {}
         self._told: set[str] = set()
         self._numbers: list[tuple[int, int]] = []
         self._steps = count()
@@ -89,36 +103,39 @@ class Observer:
             return False
 
     def _at(self, frame: FrameType | None) -> bool:
-        place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-        if frame is not None and place not in self._places and len(self._places) < MAX_PLACES:
-            self._places[place] = around(user_frames.text(frame), frame.f_lineno) or self._from_outside(frame)
-            self._before = self._tokens
-        found = self._places.get(place)
-        if frame is None or found is None:
-            self._off = frame is None
+        if frame is None:
+            self._off = True
             return False
-        if self._says:
-            loops = self._outer.get(place)
-            frame = frame if loops is None else next(f for f in _callers(frame) if f.f_code is loops)
-            self._tell(found, os.path.basename(frame.f_code.co_filename), self._look(found, user_frames.names(frame)))
-        return found.one_more
+        place = (frame.f_code.co_filename, frame.f_lineno)
+        if place not in self._places and len(self._places) < MAX_PLACES:
+            self._places[place] = list(self._loops(frame))
+        found = self._places.get(place, [])
+        if self._says and found:
+            self._given.look()
+            for loops in found:
+                self._tell(loops.around, os.path.basename(loops.code.co_filename), self._look(loops, frame))
+            self._early = ()  # an iterator must not live longer for our sake
+        return any(loops.around.one_more for loops in found)
 
-    def _from_outside(self, frame: FrameType) -> Around | None:
-        """Return what the loops of a caller have, where `step()` is called by a method or a callback."""
+    def _loops(self, frame: FrameType) -> Iterator[Loops]:
+        """Yields what the loops around a call of `step()` have: those of its function, and of functions that called this one."""
         text = user_frames.text(frame)
-        for caller in _callers(frame):
-            found = from_outside(user_frames.text(caller), caller.f_lineno, text, frame.f_lineno)
-            if found is not None:
-                self._outer[frame.f_code.co_filename, frame.f_lineno] = caller.f_code
-                return found
-        return None
+        for number, each in enumerate((frame, *_callers(frame))):
+            found = (
+                from_outside(user_frames.text(each), each.f_lineno, text, frame.f_lineno)
+                if number
+                else around(text, frame.f_lineno)
+            )
+            if found is not None and each.f_code is self._code:
+                yield Loops(found, each.f_code, self._tokens)
+            elif found is not None:  # each turn of its loops may restore
+                yield Loops(replace(found, begins={}), each.f_code, {})
 
-    def _look(self, found: Around, names: Mapping[str, Any]) -> list[Finding]:
-        self._given.look()
-        findings = list(look(found, names, self._given, self._early))
-        now = {finding.name: finding.token for finding in findings}
-        before, self._before = self._before, now
-        self._early = ()  # an iterator must not live longer for our sake
+    def _look(self, loops: Loops, frame: FrameType) -> list[Finding]:
+        named = next((each for each in (frame, *_callers(frame)) if each.f_code is loops.code), None)
+        names = user_frames.names(named) if named is not None else {}
+        findings = list(look(loops.around, names, self._given, self._early))
+        before, loops.before = loops.before, {finding.name: finding.token for finding in findings}
         return [
             finding
             for finding in findings
