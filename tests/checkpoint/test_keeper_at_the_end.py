@@ -156,3 +156,14 @@ def test_flush_waits_for_no_keeper_that_is_gone_or_stopped(make: Make, tmp_path:
     checkpointer.flush(DEADLINE_S)
     assert newest(tmp_path / "job") == Version(1, 0)
     leave(checkpointer)
+
+
+def test_what_is_durable_is_told_once_whoever_is_asked_again(make: Make) -> None:
+    trainee, told = Trainee(), list[Version]()
+    checkpointer = make(trainee, on_durable=lambda version, _: told.append(version))
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0, "durable").wait("durable", DEADLINE_S)
+    checkpointer.flush(DEADLINE_S)
+    checkpointer.close()
+    assert told == [Version(1, 0)]
