@@ -18,6 +18,8 @@ from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Rea
 CHANGES = {
     "append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear", "update", "setdefault", "sort", "reverse",
 }  # fmt: skip
+# Functions that change their first argument.
+_CHANGING = {"shuffle", "heappush", "heappop", "heapify", "heapreplace", "heappushpop"}
 # How deep calls are followed.
 MAX_DEPTH = 3
 _NO_FUNCTIONS = Functions(ast.Module([], []))
@@ -121,8 +123,14 @@ def _changes(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, int]]:
                 path = _root(node.value)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_writing(node.func.attr):
                 path = _root(node.func.value)
+            elif isinstance(node, ast.Call) and node.args and _last_word(node.func) in _CHANGING:
+                path = _root(node.args[0])
             if path:
                 yield path, getattr(node, "lineno", 0)
+
+
+def _last_word(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def is_writing(method: str) -> bool:
