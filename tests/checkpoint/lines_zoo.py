@@ -1414,4 +1414,20 @@ CASES = {
         names=("data.labels", "sampler.weights"),
         in_function=False,
     ),
+    "momenta that a loop of their own changes": Case(
+        """
+        for step in range(start, 8):
+            model.zero_grad()
+            model(batch()).square().mean().backward()
+            with torch.no_grad():
+                for parameter, momentum in zip(weights, momenta):
+                    momentum.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(0.1 * momentum)
+                for value in [torch.zeros(1)]:
+                    value.add_(1)
+            ckpt.step(step)
+        """,
+        before="weights = list(model.parameters()); momenta = [torch.zeros_like(p) for p in weights]",
+        names=("momenta",),
+    ),
 }

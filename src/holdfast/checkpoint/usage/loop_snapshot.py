@@ -212,7 +212,8 @@ def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) ->
             return  # the one is looked at elsewhere, the other is ours
         if given.has(owner) and not isinstance(owner, nn.Module) and not _is_data(owner):
             return  # it hands out what it has
-    if (given.has(value) and not _is_data(owner)) or (isinstance(value, torch.Tensor) and given.saves(value)):
+    parts = value if isinstance(value, list | tuple) else [value]
+    if (given.has(value) and not _is_data(owner)) or all(isinstance(t, torch.Tensor) and given.saves(t) for t in parts):
         return
     if isinstance(value, deque):
         text = f"a deque that is changed from one step to the next, in line {line}; carry keeps it as a list"
