@@ -673,6 +673,22 @@ CASES: dict[str, Case] = {
         step="loss = model(torch.randn(2, 4)).square().mean() * {scale}\nif step % 3 == 0:\n    optimizer.zero_grad()\n"
         "loss.backward()\noptimizer.step()\n",
     ),
+    **{
+        f"head that is used at times, zeroed {where} the step": Case(
+            pre="model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])\n"
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
+            step="loss = model[0](torch.randn(2, 4)).square().mean()\nif step < 6:\n"
+            "    loss = loss + model[1](torch.randn(2, 4)).square().mean()\n"
+            f"{before}loss.backward()\noptimizer.step()\n{behind}", when=8,
+        )
+        for where, before, behind in [
+            ("before", "optimizer.zero_grad(set_to_none=False)\n", ""), ("behind", "", "optimizer.zero_grad(set_to_none=False)\n")
+        ]
+    },
+    "zeroed gradients are read behind the loop": Case(
+        step=STEP.replace("optimizer.zero_grad()\n", "") + "optimizer.zero_grad(set_to_none=False)\n", when=-1,
+        post="die(0, 0)", shown="[p.grad.tolist() for p in model.parameters()]",
+    ),
     "schedule in a closure": Case(
         pre="def make():\n    s = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)\n    return lambda: s.step()\nturn = make()",
         body="turn()", shown="optimizer.param_groups[0]['lr']",

@@ -46,7 +46,7 @@ from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
-from holdfast.checkpoint.entries import living_gradients
+from holdfast.checkpoint.entries import fsdp1, living_gradients
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.training_state import State
@@ -352,7 +352,9 @@ class _Run:
         self._ended = self._taken_up = False
         self._cleared: dict[int, frozenset[int]] = {}
         models = self._objects["model"]
-        self._untouched = Untouched(models if isinstance(models, list) else [models])
+        models = models if isinstance(models, list) else [models]
+        self._state.loses_gradients = any(map(fsdp1.units_of, models))
+        self._untouched = Untouched(models)
 
     def watch(self, files: FileWatch | None) -> None:
         """Watches what the script reads and writes from here on."""
