@@ -31,6 +31,10 @@ FIRST_LOOKS = 6
 MAX_PLACES = 4
 
 
+# What a warning says; the lines behind it have the names.
+NO_VERSION = "changes what is in no version"
+
+
 class Observer:
     """Looks at one run.
 
@@ -124,9 +128,10 @@ class Observer:
             )
             lines.append(f"    {found.caller}.step({passed})")
         logger.warning(
-            "the loop of %s, line %d, changes what is in no version; after a restart that is what it was before the loop:\n    %s",
+            "the loop of %s, line %d, %s; after a restart that is what it was before the loop:\n    %s",
             file,
             found.line,
+            NO_VERSION,
             "\n    ".join(lines),
         )
 
