@@ -474,6 +474,16 @@ CASES: dict[str, Case] = {
     "match": Case(pre="last = 0", body="match step % 3:\n    case 0:\n        last = step\n    case other:\n        pass", scale="(1 + last)", shown="last"),
     "continue before a name": Case(pre="even = 0", body="die(step)\nif step % 2:\n    continue\neven = step", shown="even"),
     "name that only some steps set": Case(body="if step % 4 == 0: rare = step", shown="rare"),
+    "name that no step set, read behind the loop": Case(
+        body="if loss.item() < -1: rare = step", when=-1, post="die(0, 0)\ntry:\n    shown = rare\nexcept NameError:\n    shown = 'none'", shown="shown",
+    ),
+    "name of a function that no step has set yet": Case(
+        whole="def main():\n    for step in range(10):\n        sys.stderr.write(f\"made {step}\\n\")\n"
+        "        loss = model(torch.randn(2, 4)).square().mean()\n        optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
+        "        if step == 7: rare = step\n        die(step)\n        try:\n            seen = rare\n        except UnboundLocalError:\n"
+        "            seen = 'none'\n        print(step, seen) if step > 6 else None\n"
+        "    print('END', seen, 'rare' in locals(), [p.tolist() for p in model.parameters()])\nmain()\n",
+    ),
     "import in the loop": Case(body="import math as m\nn = m.sqrt(step)", shown="n"),
     "early break": Case(body="if step == 7: break", shown="step, loss.item()"),
     "early stopping": Case(

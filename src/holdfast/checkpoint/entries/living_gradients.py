@@ -51,7 +51,9 @@ def packed(
     if why_not(found.values()):
         return None
     here = with_grad if lives or zeros else {}
-    rest = {name: {} for name, p in here.items() if name not in found and p.grad is not None and may_be_zero(p, p.grad)}
+    rest: dict[str, Any] = {
+        name: {} for name, p in here.items() if name not in found and p.grad is not None and may_be_zero(p, p.grad)
+    }
     if len(rest) == len(parameters):
         return {_ALL: {}} if rest else {}
     return {**rest, **as_saved(found, copied=True)}
