@@ -11,7 +11,7 @@ import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, GeneratorType, ModuleType
+from types import CodeType, FrameType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -63,10 +63,12 @@ class Early:
     Attributes:
         iterators: those that names meant.
         tokens: of plain values, by the names and attributes that had them.
+        code: of the function that called; None if that is not the user's.
     """
 
     iterators: Sequence[object] = ()
     tokens: Mapping[str, object] = field(default_factory=dict)
+    code: CodeType | None = None
 
 
 def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[object]) -> Iterator[Finding]:
@@ -267,7 +269,7 @@ def look_early(frame: FrameType | None, objects: Mapping[str, Any]) -> Early:
         tokens = dict(_plain_tokens(names))
     except Exception:  # noqa: BLE001 - objects of the user's may raise whatever they like; then the first step is looked at first
         tokens = {}
-    return Early([value for value in held if _is_iterator(value)], tokens)
+    return Early([value for value in held if _is_iterator(value)], tokens, user.f_code if user is not None else None)
 
 
 def _plain_tokens(names: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
