@@ -138,6 +138,20 @@ for name in names:
     die(name)
 print('END', name, loss.item())
 """
+SEVERAL = """
+opts = [torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(net[3].parameters(), lr=0.01)]
+for name in range(4):
+    with torch.no_grad():
+        print(name, net(data.tensors[0]).sum().item())
+    for x, y in DataLoader(data, batch_size=4, shuffle=True):
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        for o in opts:
+            o.step()
+            o.zero_grad()
+    die(name)
+print('END', name, loss.item())
+"""
 IMPORTED = """
 import helper
 helper.run(net, opt, data, die)
@@ -172,6 +186,7 @@ KEPT = {
     "attributes and a loop that sets one": (ATTRIBUTES, "2"),
     "evaluates before it trains": (EVALUATES_FIRST, "c"),
     "behind the last epoch": (EVALUATES_FIRST, "d"),
+    "optimizers in a list that is gone over": (SEVERAL, "2"),
     "loop of an imported module": (IMPORTED, "2"),
 }
 SAMPLE = {"nanoGPT", "loop of an imported module"}

@@ -1271,4 +1271,163 @@ CASES = {
         between="at = float('inf'); weights = None; step = 0",
         names=("at", "weights"),
     ),
+    "a step that is told by a callback": Case(
+        """
+        for trainer.epoch in range(2):
+            for number in range(4):
+                loss = train(batch()).item()
+                trainer.best = min(trainer.best, loss)
+                trainer.mean = 0.9 * trainer.mean + loss
+                scheduler.step()
+                for callback in callbacks:
+                    callback.behind(trainer)
+        """,
+        before="""
+        class Trainer:
+            best, mean = 1e9, 0.0
+        class Saves:
+            def behind(self, trainer):
+                ckpt.step(trainer.number, best=trainer.best)
+                trainer.number += 1
+        trainer, callbacks = Trainer(), [Saves()]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        """,
+        between="trainer.best, trainer.mean, trainer.number = ckpt.carry('best', trainer.best), 0.0, start",
+        names=("trainer.mean", "scheduler"),
+        in_function=False,
+    ),
+    "a step that is told by a method of the one with the loop": Case(
+        """
+        class Trainer:
+            def __init__(self):
+                self.number, self.losses, self.shown = start, [], 0
+            def behind(self, loss):
+                self.shown = loss
+                ckpt.step(self.number)
+                self.number += 1
+            def fit(self):
+                while self.number < 8:
+                    loss = train(batch()).item()
+                    self.losses.append(loss)
+                    self.behind(loss)
+        Trainer().fit()
+        """,
+        names=("self.losses",),
+        in_function=False,
+    ),
+    "epochs in the function that calls the one with the batches": Case(
+        """
+        def epoch(loader, step):
+            total = 0
+            for x, in loader:
+                total += train(x).item()
+                ckpt.step(step)
+                step += 1
+            return step, total
+        def fit(step):
+            best, history, shown = 1e9, [], 0
+            for number in range(2):
+                step, value = epoch(loader, step)
+                best = min(best, value)
+                scheduler.step()
+                shown = value
+                for _ in range(2):
+                    print(shown, best)
+        fit(start)
+        """,
+        before="""
+        loader = torch.utils.data.DataLoader(rows, 8)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        """,
+        given=", loader=loader",
+        names=("total", "best", "scheduler"),
+        in_function=False,
+    ),
+    "trainings one after the other, each with lines of its own": Case(
+        """
+        def fit(rate):
+            model = nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            ckpt = Checkpointer("y", model=model, optimizer=optimizer)
+            for step in range(ckpt.restore(), 4):
+                loss = model(batch()).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ckpt.step(step)
+            return loss.item()
+        best, results, number = None, [], 0
+        for rate in (0.1, 0.2, 0.3):
+            found = fit(rate)
+            if best is None or found < best[0]:
+                best = found, rate
+            results.append(found)
+            number += 1
+        last = None
+        for fold in range(3):
+            own = Checkpointer("z", model=model, optimizer=optimizer)
+            for step in range(own.restore(), 4):
+                train(batch())
+                own.step(step)
+            last = fold if last is None else last + fold
+        """,
+        in_function=False,
+    ),
+    "order that is shuffled in place": Case(
+        """
+        for epoch in range(start, 4):
+            random.shuffle(order)
+            np.random.shuffle(places)
+            fresh = list(range(9))
+            random.shuffle(fresh)
+            for at in order:
+                train(batch() * at)
+            ckpt.step(epoch)
+        """,
+        between="order, places = [1, 2, 3, 4, 5, 6, 7, 8], np.arange(9)",
+        names=("order", "places"),
+    ),
+    "labels and weights that an epoch leaves to the next one": Case(
+        """
+        for epoch in range(start, 4):
+            data.epoch = epoch
+            for x, label, at in loader:
+                train(x * label)
+            data.labels = torch.rand(8)
+            sampler.weights = sampler.weights * torch.rand(8)
+            data.shown = torch.rand(2)
+            ckpt.step(epoch, shown=data.shown)
+        """,
+        before="""
+        class Data(torch.utils.data.Dataset):
+            def __init__(self):
+                self.labels, self.epoch, self.shown = torch.ones(8), 0, torch.zeros(2)
+            def __len__(self):
+                return 8
+            def __getitem__(self, at):
+                return torch.ones(4), self.labels[at], at + self.epoch
+        data, sampler = Data(), torch.utils.data.WeightedRandomSampler(torch.ones(8), 8)
+        loader = torch.utils.data.DataLoader(data, 4, sampler=sampler)
+        """,
+        between="data.shown = ckpt.carry('shown', data.shown)",
+        given=", loader=loader",
+        names=("data.labels", "sampler.weights"),
+        in_function=False,
+    ),
+    "momenta that a loop of their own changes": Case(
+        """
+        for step in range(start, 8):
+            model.zero_grad()
+            model(batch()).square().mean().backward()
+            with torch.no_grad():
+                for parameter, momentum in zip(weights, momenta):
+                    momentum.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(0.1 * momentum)
+                for value in [torch.zeros(1)]:
+                    value.add_(1)
+            ckpt.step(step)
+        """,
+        before="weights = list(model.parameters()); momenta = [torch.zeros_like(p) for p in weights]",
+        names=("momenta",),
+    ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import ConfigError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Level, Version
@@ -108,6 +109,19 @@ def test_who_starts_again_by_another_name_finds_what_is_in_memory(spelt: str, ma
     other.save(5)
     other.close()
     assert open_storage(tmp_path / "job", Events()).versions() == [Version(2, 5)]
+
+
+def test_a_path_that_is_no_text_is_refused_by_name_and_a_link_leads_there(make: Make, tmp_path: Path) -> None:
+    there = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        make(path=there)
+    there.mkdir()
+    (tmp_path / "job").symlink_to(there)
+    checkpointer = make(Trainee())
+    checkpointer.restore()
+    checkpointer.save(0, "durable").wait(timeout_s=60)
+    checkpointer.close()
+    assert make(Trainee()).restore() == 1
 
 
 def test_info_and_times_of_the_wrong_kind_are_refused_with_a_remedy(make: Make) -> None:

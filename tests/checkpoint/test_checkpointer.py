@@ -31,6 +31,7 @@ from holdfast.base.errors import (
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS
+from holdfast.checkpoint.job import bootstrap, collectives
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.save import save_handle as handles
 from holdfast.checkpoint.save.memory_saver import Saver
@@ -327,6 +328,35 @@ def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
     assert trainee.fingerprint() == expected
     trainee.train()
     assert checkpointer.save(2).wait("captured", 60)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(KeeperLink, "recollect"), (Saver, "reserve"), (KeeperClient, "inventory")]
+)
+def test_a_keeper_that_dies_in_the_first_restore_of_a_process_is_replaced(
+    make: Make, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """Nothing was captured by this process: the next keeper does as well, and the script does not end."""
+    trainee, real = Trainee(), getattr(owner, name)
+    checkpointer: Any = make(trainee)
+
+    def struck(self: Any, *args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        client = self if isinstance(self, KeeperClient) else (self if owner is KeeperLink else self._link).require()
+        os.kill(client.welcome.pid, signal.SIGKILL)
+        eventually(lambda: not client.alive)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, struck)
+    assert checkpointer.restore() == 0
+    trainee.train()
+    assert checkpointer.save(0).wait("captured", 60)
+
+
+def test_that_a_keeper_has_ended_is_told_by_no_rank_alone() -> None:
+    """The others would wait for it in the collective that it left."""
+    link: Any = SimpleNamespace(client=None, last_client=SimpleNamespace(welcome=SimpleNamespace(address="unix:/x/s")))
+    assert bootstrap._addresses(collectives.Alone(), Topology(("n0",), (0,)), link) == ("unix:/x/s",)
 
 
 def test_what_was_resumed_from_is_found_although_the_keeper_dies_before_the_next_save(make: Make) -> None:

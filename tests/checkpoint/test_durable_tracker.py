@@ -318,11 +318,31 @@ def test_who_leaves_waits_no_second_time_for_a_keeper_that_answered_nothing(
     wait_gone(keeper)
 
 
+def test_the_last_version_is_saved_though_its_keeper_answered_too_late(make: Make, tmp_path: Path) -> None:
+    """It has given a slot to who does not wait for it any more, and nobody else may have that one."""
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    keeper = psutil.Process(checkpointer.keeper_status()["pid"])
+    keeper.suspend()
+    try:
+        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        trainee.train()
+        assert "did not answer" in checkpointer.save(1).given_up
+    finally:
+        keeper.resume()
+    checkpointer.close()
+    assert versions(tmp_path / "job")[-1] == Version(1, 1)
+
+
 def test_the_end_waits_for_no_slots_of_a_keeper_that_is_frozen(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asked for them with the patience that memory needs, which is minutes."""
     monkeypatch.setattr(keeper_link, "SILENT_S", 0.5)
+    monkeypatch.setattr(keeper_link, "wake", lambda _: False)  # as one that no signal has stopped
     trainee, wait_all = Trainee(), Reservation.wait_all
     checkpointer = make(trainee)
     checkpointer.restore()

@@ -206,6 +206,25 @@ def test_values_of_the_loop_come_back_as_the_step_left_them(make: Make) -> None:
     assert checkpointer.carry("new", "value") == "other"
 
 
+def test_a_script_that_has_made_all_its_steps_saves_the_last_one_again(make: Make) -> None:
+    for start in (0, 3):
+        objects = job()
+        checkpointer = make(**objects)
+        assert checkpointer.restore() == start
+        best = checkpointer.carry("best", 1.0)
+        for step in range(start, 3):
+            train(objects)
+            checkpointer.step(step, best=best / 2)
+        checkpointer.save_last(2)
+        checkpointer.close()
+    checkpointer = make(**job())
+    assert checkpointer.restore() == 3
+    assert checkpointer.carry("best", 1.0) == 0.5
+    checkpointer.carry("new", 0)
+    with pytest.raises(UsageError, match="without the values"):
+        checkpointer.save(2)
+
+
 def test_a_counter_among_the_values_comes_back_with_its_counts(make: Make) -> None:
     for start in range(2):
         checkpointer = make(**job())

@@ -198,27 +198,55 @@ class Board(dict[str, str]):
         return self.setdefault(key, text)
 
 
-def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+class Link:
+    """Is a link to a keeper that is in order, or to one that followed a keeper that died with the last version.
+
+    Attributes:
+        mended: how often somebody looked whether a keeper is to be replaced.
+    """
+
+    trouble, silent, client = "", False, None
+
+    def __init__(self, unsealed: Version | None = None) -> None:
+        self.unsealed = unsealed
+        self.mended = 0
+
+    def mend(self) -> None:
+        self.mended += 1
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["given up", "its keeper died"])
+def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(
+    monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
     """Nobody waits for it until `close_timeout_s` is over, nor is the last step lost."""
     board, went = Board(), []
     monkeypatch.setattr(StorageFallback, "_down", lambda self, *_: went.append(self) or True)
-    saver = SimpleNamespace(refused="", fence=SimpleNamespace(num_steps=3))
+
+    def give_up(handle: Any, reason: str) -> None:
+        handle.given_up, handle.durable = reason, (True, reason)
+
+    saver = SimpleNamespace(refused="", fence=SimpleNamespace(num_steps=3), give_up=give_up)
     saver.memory = saver
 
     def closing(rank: int, given_up: str) -> bool:
         job: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, world_size=2), incarnation=1)
-        link: Any = SimpleNamespace(trouble="", silent=False, client=None)
+        link: Any = Link(Version(1, 2) if lost and not rank else None)
         nothing: Any = None
         config = holdfast.Config(close_timeout_s=60.0)
         lower = StorageFallback(job, state=nothing, link=link, storage=nothing, config=config, events=Events())
         lower._boards = lambda _: board
-        last = SimpleNamespace(version=Version(1, 2), reached=Level.NONE, durable=(bool(given_up), given_up))
+        durable = bool(given_up), given_up
+        last = SimpleNamespace(version=Version(1, 2), reached=Level.NONE, durable=durable, given_up=given_up)
         run: Any = SimpleNamespace(saver=saver, last=last, optimizer_steps=3)
-        return lower.closing(run)
+        try:
+            return lower.closing(run)
+        finally:
+            assert link.mended
 
     monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
     with ThreadPoolExecutor() as threads:
-        ends = [threads.submit(closing, *words) for words in ((0, "no slot became free"), (1, ""))]
+        ends = [threads.submit(closing, *words) for words in ((0, "" if lost else "no slot became free"), (1, ""))]
         assert [end.result(30) for end in ends] == [True, True]
     assert len(went) == 2
 
@@ -242,12 +270,13 @@ def test_nobody_waits_at_the_end_for_a_rank_that_cannot_save_again(
     nothing: Any = None
     monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
     config = holdfast.Config(close_timeout_s=20.0)
-    link: Any = SimpleNamespace(trouble="", silent=False, client=None)
+    link: Any = Link()
     lower = StorageFallback(job, state=nothing, link=link, storage=nothing, config=config, events=Events())
     lower._boards = lambda _: board
     monkeypatch.setattr(FallbackState, "give_up", lambda _: pytest.fail("it waited until its time was over"))
     saver = SimpleNamespace(refused="", fence=SimpleNamespace(num_steps=3))
     saver.memory = saver
-    last = SimpleNamespace(version=Version(1, 0), reached=Level.NONE, durable=(True, "rank 1: it changed"))
+    durable = True, "rank 1: it changed"
+    last = SimpleNamespace(version=Version(1, 0), reached=Level.NONE, durable=durable, given_up="")
     run: Any = SimpleNamespace(saver=saver, last=last, optimizer_steps=3)
     assert not lower.closing(run)

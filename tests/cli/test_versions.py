@@ -208,6 +208,20 @@ def test_a_version_that_never_was_there_is_said_so(checkpoint: Path) -> None:
         versions.verify_versions(str(checkpoint), "i000001-s0000000099", as_json=True)
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_no_older_version_is_exported_for_one_that_was_moved_away(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Somebody needed space, and left a link: a restart waits for such a version, and takes nothing older."""
+    (checkpoint / NEWEST).rename(checkpoint.parent / "moved")
+    if kind == "link":
+        (checkpoint / NEWEST).symlink_to("../moved")
+    else:
+        (checkpoint / NEWEST).write_text("moved to the other disk")
+    with pytest.raises(StorageError, match="Not a directory") as caught:
+        export.export(str(checkpoint), str(tmp_path / "out"), form="safetensors", version=None, only="", as_json=True)
+    assert NEWEST in caught.value.where
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_export_of_what_is_retired_meanwhile_says_so(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

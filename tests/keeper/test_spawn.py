@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from holdfast.keeper.rpc.caller import dial
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.paths import job_digest, place_of
 from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.keeper.rpc.stopped_keeper import wake
 from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.wire import frames
@@ -111,6 +113,7 @@ sys.path[:0] = {sys.path!r}
 from holdfast.base.config import Config
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.keeper.rpc.stopped_keeper import wake
 place = ensure_keeper({str(base / "ck")!r}, Config(runtime_dir={str(base / "rt")!r}, node_label="n0", linger_s=20))
 client = KeeperClient.connect(place.socket, job=place.job)
 print(client.welcome.pid)
@@ -137,6 +140,7 @@ sys.path[:0] = {sys.path!r}
 from holdfast.base.config import Config
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.keeper.rpc.stopped_keeper import wake
 place = ensure_keeper({str(base / "ck")!r}, Config(runtime_dir={str(base / "rt")!r}, node_label="n0", linger_s=20))
 client = KeeperClient.connect(place.socket, job=place.job, rank=int(sys.argv[2]))
 print(client.welcome.pid, flush=True)
@@ -189,7 +193,8 @@ def test_a_stale_socket_and_lock_of_a_killed_keeper_are_taken_over(make_rig: Mak
 
 
 @MORE
-def test_a_frozen_keeper_is_named(make_rig: MakeRig) -> None:
+def test_a_frozen_keeper_is_named(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "wake", lambda _: False)  # as one that no signal has stopped
     rig = make_rig()
     pid = rig.pid_of(rig.keeper(0))
     os.kill(pid, signal.SIGSTOP)
@@ -198,6 +203,60 @@ def test_a_frozen_keeper_is_named(make_rig: MakeRig) -> None:
             ensure_keeper(rig.root, rig.config_of(0), timeout_s=5)
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_a_frozen_keeper_is_waited_for_aloud_where_it_may_hold_what_nobody_else_has(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that lost a rank failed within seconds, and again with each restart."""
+    rig = make_rig()
+    place = rig.keeper(0)
+    keeper = psutil.Process(rig.pid_of(place))
+    monkeypatch.setattr(spawn, "wake", lambda _: False)  # as one that no signal has stopped
+
+    class Hears(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "is waited for" in record.getMessage():
+                keeper.resume()
+
+    hears = Hears()
+    spawn.logger.addHandler(hears)
+    keeper.suspend()
+    try:
+        assert ensure_keeper(rig.root, rig.config_of(0), timeout_s=0.1, patience_s=60) == place
+    finally:
+        spawn.logger.removeHandler(hears)
+        keeper.resume()
+    assert rig.pid_of(place) == keeper.pid
+    assert caplog.text.count(f"keeper {keeper.pid} holds the lock and does not answer: it is waited for") == 1
+
+
+def test_a_keeper_that_a_signal_stopped_is_continued(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    place = rig.keeper(0)
+    keeper = psutil.Process(rig.pid_of(place))
+    keeper.suspend()
+    try:
+        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        assert ensure_keeper(rig.root, rig.config_of(0)) == place
+        assert keeper.status() != psutil.STATUS_STOPPED
+    finally:
+        keeper.resume()
+    assert rig.pid_of(place) == keeper.pid
+
+
+def test_only_a_keeper_is_continued() -> None:
+    """Its number may have come to another process, which somebody has stopped on purpose."""
+    process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        process.suspend()
+        eventually(lambda: process.status() == psutil.STATUS_STOPPED)
+        assert not wake(process.pid)
+        assert process.status() == psutil.STATUS_STOPPED
+    finally:
+        process.kill()
+        process.wait()
+    assert not wake(process.pid)
 
 
 def test_jobs_and_nodes_have_keepers_of_their_own(base: Path) -> None:

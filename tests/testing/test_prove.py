@@ -163,6 +163,17 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     return Bench(tmp_path, capfd)
 
 
+# A value that lives on, is in no version, and that no parameter depends on.
+SHOWS = FORGETS.replace("model(data - average)", "model(data)")
+
+
+@pytest.mark.timeout(600)
+def test_what_holdfast_warned_of_is_told_where_every_step_is_equal(bench: Bench) -> None:
+    code, facts = bench.prove("--kills", "1", "--seed", "3", bench.script(SHOWS), "{dir}")
+    assert (code, facts["outcome"]) == (0, "equal"), facts
+    assert "holdfast warns that the script changes what is in no version: average" in facts["kills"][0]["notes"]
+
+
 @pytest.mark.timeout(600)
 def test_a_forgotten_value_is_found_at_the_step_behind_the_restart(bench: Bench) -> None:
     code, facts = bench.prove("--kills", "1", "--seed", "3", bench.script(FORGETS), "{dir}")

@@ -296,7 +296,10 @@ class _Text:
     def _objects(self, reads: set[str], optimizer: Optimizer) -> _Found:
         found = _Found()
         seen: dict[int, Any] = {}
-        names = [name for name in sorted(reads & self._names.keys()) if not name.startswith("__")]
+        here = [name for name in reads & self._names.keys() if not name.startswith("__")]
+        names = sorted(
+            here, key=lambda name: (name in self._set, name)
+        )  # `optimizers` before the `o` that goes over them
         for name in names:
             self._visit(found, name, self._names[name], seen, 0)
         stepped = [p for _, each in found.optimizers.values() for group in each.param_groups for p in group["params"]]

@@ -416,7 +416,7 @@ class Checkpointer:
         if self._again is not None:
             return never(step, wanted, "the first steps are made again")
         run, step = self._running(), whole_number(step)
-        run.state.carried.require(step)
+        run.state.carried.require(step, run.start)
         run.state.gradients.note()
         with self._saves:
             if run.last is not None and step < run.last.version.step:
@@ -591,15 +591,16 @@ class Checkpointer:
     ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
         """The job comes together and loads; whatever fails, nothing is saved of what the objects hold then.
 
-        If a keeper dies meanwhile, and this process has saved before, it begins anew: the next keeper gets the slots, so what
-        was captured is found again.
+        If a keeper dies meanwhile it begins anew, on all ranks: the next keeper gets the slots of those that have saved before,
+        so what they captured is found again.
         """
         older = asked.version is None and not asked.fresh and open_checkpointers.wish.take_older()
         try:
             try:
                 return self._load(run, state, link, asked, older=older, live=not older)
             except KeeperLost as error:
-                if run is None:
+                # One that only other nodes cannot reach was waited for long enough.
+                if collectives.unanimous(self._ranks(), run is None and link.client is not None):
                     raise
                 logger.warning("the restore begins anew, with the next keeper: %s", error)
                 return self._load(run, state, link, asked, older=older, live=False)
@@ -826,9 +827,11 @@ class Checkpointer:
         run.schedule.saved(step, durable=durable)
         return handle
 
-    def _raise_level(self, run: Run, handle: SaveHandle, level: Level, also_to: Sequence[str] = ()) -> SaveHandle:
-        """The version exists already: it is not copied twice, only made due for storage if that is new."""
-        if level is Level.DURABLE and handle.level is not Level.DURABLE and not handle.given_up:
+    def _raise_level(
+        self, run: Run, handle: SaveHandle, level: Level, also_to: Sequence[str] = (), *, anew: bool = False
+    ) -> SaveHandle:
+        """The version exists already: it is not copied twice, only made due for storage if that is new, or the keeper is (`anew`)."""
+        if level is Level.DURABLE and (handle.level is not Level.DURABLE or anew) and not handle.given_up:
             run.saver.settle()  # the keeper must have heard of it
             try:
                 run.link.require().persist(handle.version)
@@ -910,10 +913,20 @@ class Checkpointer:
 
     def _wait_for(self, run: Run, last: SaveHandle) -> SaveHandle:
         """Wait until a version is durable: the last one, or the next older one that is whole where another rank abandoned it."""
+        deadline = time.monotonic() + self._config.close_timeout_s
         while True:
+            client = run.link.last_client
+            if (
+                run.saver.memory is not None
+            ):  # the keeper that was asked may have died before it heard, and this be the next
+                last = self._raise_level(run, last, Level.DURABLE, anew=True)
             try:
                 last.wait(Level.DURABLE)
             except LevelNotReached as error:
+                is_gone = client is not None and not client.alive and time.monotonic() < deadline
+                if is_gone and (again := self._after_next_keeper(run, last)) is not None:
+                    last = again
+                    continue
                 known = run.link.client.announced.known(last.version) if run.link.client is not None else None
                 if last.given_up or known is None or not known.abandoned:
                     raise
@@ -923,6 +936,17 @@ class Checkpointer:
                 last = self._raise_level(run, whole, Level.DURABLE)
             else:
                 return last
+
+    def _after_next_keeper(self, run: Run, last: SaveHandle) -> SaveHandle | None:
+        """The keeper died while `last` was waited for: the next one has it from our slots, or it is saved again.
+
+        Returns what to wait for now; None if it was given up, or there is no next one.
+        """
+        if run.saver.memory is None or last.given_up or not run.link.wait_mended(self._config.close_timeout_s):
+            return None
+        if not run.changed and run.lower.closing(run):
+            return self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
+        return last
 
     def _keep_restored(self, run: Run, restored: Fleeting) -> SaveHandle:
         """No step was made since a restore from memory, which ends with the job: what was restored becomes durable."""

@@ -114,7 +114,8 @@ def holder_of(saver: AnySaver, link: KeeperLink, job: Job, storage: Storage) -> 
     """
     if job.no_keeper:
         return StorageSource(storage)
-    client = link.require()
+    client = link.last_client
+    assert client is not None, "what it was reserved with; that it ended since, all ranks hear together"
     if saver.memory is None:
         held = collectives.share(job.group, lambda: b"copies" if _may_hold(client.inventory()) else b"")
         if not held:

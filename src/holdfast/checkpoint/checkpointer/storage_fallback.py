@@ -45,6 +45,8 @@ UNSURE_S = 2.0
 ARRIVAL_S = 1.0
 LOOK_EVERY_S = 0.005
 CLOSING_EVERY_S = 0.05
+# Why a version that this rank had copied never becomes captured.
+LOST = "its keeper died before it was sealed"
 # Saves of which any may still become captured.
 RECENT = 8
 
@@ -129,6 +131,7 @@ class StorageFallback:
         """Before the last save is waited for: whether it has to be made again, straight to storage, by all ranks.
 
         So it is where a rank cannot save to memory, or gave the last version up for whatever reason: that never becomes captured.
+        Nor does one whose keeper died before it had sealed it.
         """
         saver, last = run.saver.memory, run.last
         if saver is None or last is None or saver.fence.num_steps != run.optimizer_steps:
@@ -136,7 +139,12 @@ class StorageFallback:
         deadline = time.monotonic() + self._config.close_timeout_s
         try:
             while last.reached < Level.CAPTURED and time.monotonic() < deadline:
+                self._link.mend()  # a keeper that dies now is missed by nobody else
+                if not last.given_up and self._link.unsealed == last.version:
+                    saver.give_up(last, LOST)
                 trouble = self._trouble(saver, is_unsure=True)
+                if last.given_up == LOST:
+                    trouble = trouble or f"{last.version} is lost: {LOST}"
                 if (last_one := self._meeting(0)) is None:
                     return bool(trouble) and self._down(run, saver, trouble)
                 decided, why = last.durable

@@ -148,14 +148,15 @@ def assemble(
     topology = _meet(group, root, config, storage.key_id)
     known = _known(group, absolute_root(root), asked)
     # In the middle of a run a path that refuses may come back; at its first start the operator wants to know at once.
-    patience = WaitLimit(config.close_timeout_s if known else 0.0)
+    patience_s = config.close_timeout_s if known else 0.0
+    patience = WaitLimit(patience_s)
     required = asked.required and not known
     limit = ReadLimit(config.close_timeout_s, 0, storage.where)
     occupy = partial(_occupy, storage, config.run_id, known=known, required=required)
     job_id, trouble = json.loads(wait_for_storage.share(group, partial(limit.run, occupy), patience))
     open_checkpointers.wish.works_on(absolute_root(root), job_id)
     first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
-    no_keeper = _connect(group, link, first=first, required=config.require_memory)
+    no_keeper = _connect(group, link, first=first, required=config.require_memory, patience_s=patience_s)
     addresses = () if no_keeper else _addresses(group, topology, link)
     seen = _seen(group, job_id, link)
     register = partial(_register, storage, seen, trouble, asked.wish)
@@ -179,16 +180,17 @@ def assemble(
     return Job(group, assembly, config.ranks_per_reader, no_keeper, wish)
 
 
-def _connect(group: Ranks, link: KeeperLink, *, first: bool, required: bool) -> str:
+def _connect(group: Ranks, link: KeeperLink, *, first: bool, required: bool, patience_s: float) -> str:
     """All ranks find their keeper, or none uses one: then why.
 
-    The first rank of a node starts the keeper while the others wait, instead of all starting one.
+    The first rank of a node starts the keeper while the others wait, instead of all starting one. One that does not answer is
+    waited for, `patience_s` at most: what the job goes on from may be in its memory alone.
 
     Raises:
         KeeperNotStarted: on some node, and the level in memory is `required`.
     """
     try:
-        collectives.together(group, lambda: link.open() if first and link.client is None else None)
+        collectives.together(group, lambda: link.open(patience_s=patience_s) if first and link.client is None else None)
         collectives.together(group, lambda: link.open() if link.client is None else None)
     except KeeperNotStarted as error:
         if required:
@@ -212,11 +214,12 @@ def _meet(group: Ranks, root: str, config: Config, key_id: str) -> Topology:
     """Return who runs where.
 
     Raises:
-        UsageError: the ranks are not of one job, or name different redundancy. ConfigError: they have different keys.
+        UsageError: the ranks are not of one job, or name different redundancy or retention. ConfigError: they have different keys.
     """
     node, job = place_of(root, config).node, [absolute_root(root), config.run_id]
+    kept = f"keep_last {config.keep_last}, keep_every {config.keep_every!r}"
     rows = collectives.gather_json(
-        group, [*job, node, config.rack_label, config.backup_node, config.redundancy, key_id]
+        group, [*job, node, config.rack_label, config.backup_node, config.redundancy, key_id, kept]
     )
     different = sorted({(row[0], row[1]) for row in rows})
     if len(different) > 1:
@@ -224,10 +227,11 @@ def _meet(group: Ranks, root: str, config: Config, key_id: str) -> Topology:
             f"the ranks name different jobs: {' and '.join(f'{path} (run {run})' for path, run in different)}",
             remedy="give every rank the same path and run id",
         )
-    if len(ways := sorted({row[5] for row in rows})) > 1:
-        raise UsageError(
-            f"the ranks name different redundancy: {' and '.join(ways)}", remedy="give every rank the same"
-        )
+    for what, column in (("redundancy", 5), ("retention", 7)):
+        if len(ways := sorted({row[column] for row in rows})) > 1:
+            raise UsageError(
+                f"the ranks name different {what}: {' and '.join(ways)}", remedy="give every rank the same"
+            )
     _require_one_key([(row[2], row[6]) for row in rows])
     nodes = tuple(dict.fromkeys(row[2] for row in rows))
     firsts = [next(row for row in rows if row[2] == node) for node in nodes]
@@ -279,7 +283,9 @@ def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
 
 def _addresses(group: Ranks, topology: Topology, link: KeeperLink) -> tuple[str, ...]:
     """Return where the keepers find each other; each knows its own address, its port being the kernel's choice."""
-    rows = collectives.gather_json(group, link.require().welcome.address)
+    client = link.last_client
+    assert client is not None, "this rank has found its keeper; that it ended since, all ranks hear together"
+    rows = collectives.gather_json(group, client.welcome.address)
     return tuple(rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes)))
 
 

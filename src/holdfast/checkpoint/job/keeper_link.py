@@ -23,14 +23,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.base.config import Config
-from holdfast.base.errors import ConfigError, HoldfastError, KeeperLost, LevelNotReached
+from holdfast.base.errors import ConfigError, CorruptError, HoldfastError, KeeperLost, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, RankLayout, Version
 from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.scheduling.step_agreement import Appointment
 from holdfast.keeper.rpc.client import Assembly, KeeperClient, Slot
 from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.keeper.rpc.stopped_keeper import wake
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
+from holdfast.tiers.memory.slots import read_header
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire import tcp
 
@@ -139,6 +141,7 @@ class KeeperLink:
         self.shared: tuple[str, ...] = ()  # registered with the layout
         self.resumed: Origin | None = None
         self._before = _KeeperKnowledge()
+        self.unsealed: Version | None = None  # the newest that was begun, if its keeper died before it was whole
         self._captured: Version | None = None  # in slots that were given to another keeper, which may not know it yet
         self._page: Callable[[], tuple[int, ...]] = tuple
         self._port: tuple[str, socket.socket] | None = None
@@ -154,16 +157,16 @@ class KeeperLink:
         """The connection of now or, where it ended, the last one: it remembers what was announced."""
         return self._client
 
-    def open(self) -> KeeperClient:
+    def open(self, *, patience_s: float = 0.0) -> KeeperClient:
         """Starts or finds the keeper of this node and connects. If the one before died with slots of saves in them, this one is
-        told of the incarnation that they are of, so that it knows what was captured.
+        told of the incarnation that they are of, so that it knows what was captured. `patience_s`: as `ensure_keeper` has it.
 
         Raises:
             KeeperError: it did not start. InUse: another process is this rank. ConfigError: unfit runtime directory.
         """
         self._closed = False
         self._detach()
-        client = self._client = self._connect()
+        client = self._client = self._connect(patience_s)
         if self._slots and self._saved.resumed is not None:
             try:
                 self._tell(client, self._saved)
@@ -302,9 +305,13 @@ class KeeperLink:
             self._mending.start()
 
     def wait_mended(self, timeout_s: float) -> bool:
-        """Return whether a keeper is there, after an attempt to replace a dead one, also one that died this moment."""
+        """Return whether a keeper is there, after an attempt to replace a dead one, also one that died this moment. One that a
+        signal stopped is continued.
+        """
         client = self.client
         if client is not None and not client.answers(ASK_S):
+            if wake(client.welcome.pid) and self._asking is not None:
+                self._asking.join(ASK_S)  # it hears the answer
             until = time.monotonic() + ASK_S
             while client.alive and time.monotonic() < until:  # a keeper that is frozen stays
                 time.sleep(0.01)
@@ -349,12 +356,12 @@ class KeeperLink:
             thread.join(JOIN_TIMEOUT_S)
         self._behind.clear()
 
-    def _connect(self) -> KeeperClient:
+    def _connect(self, patience_s: float = 0.0) -> KeeperClient:
         try:
-            client = self._greet()
+            client = self._greet(patience_s)
         except KeeperLost as error:  # it answered, and then its time was over: the job before was its last
             logger.info("the keeper that was found has ended (%s); the next one is asked", error)
-            client = self._greet()
+            client = self._greet(patience_s)
         client.on_lost(self._lost)
         client.announced.on_appointment(self._on_appointment)
         self._hold_port(client.welcome.address)
@@ -375,8 +382,8 @@ class KeeperLink:
             self._port[1].close()
             self._port = None
 
-    def _greet(self) -> KeeperClient:
-        place = ensure_keeper(self._root, self._config)
+    def _greet(self, patience_s: float) -> KeeperClient:
+        place = ensure_keeper(self._root, self._config, patience_s=patience_s)
         return KeeperClient.connect(place.socket, job=place.job, rank=self._rank)
 
     def _lost(self, reason: str) -> None:
@@ -398,7 +405,10 @@ class KeeperLink:
         """Keeps the slots of the keeper that was, for the next one."""
         if self._client is not None:
             self._captured = self._client.announced.captured or self._captured
-            self._slots = (*self._slots, *self._client.detach())
+            begun, slots = self._client.begun, self._client.detach()
+            if begun is not None and not any(_holds(slot, begun) for slot in slots):
+                self.unsealed = begun
+            self._slots = (*self._slots, *slots)
             self._client = None
 
     def _tell(self, client: KeeperClient, told: _KeeperKnowledge) -> None:
@@ -424,3 +434,12 @@ class KeeperLink:
         self._client = client
         logger.warning("the memory level is back: a new keeper (process %d) adopted the slots", client.welcome.pid)
         self._events.emit("memory_level_back", rank=self._rank, pid=client.welcome.pid)
+
+
+def _holds(slot: Slot, version: Version) -> bool:
+    """Return whether a slot that a keeper has left holds `version` whole."""
+    try:
+        header = read_header(slot)
+    except CorruptError:
+        return False
+    return header is not None and header.version == version

@@ -9,12 +9,13 @@ import os
 import time
 from collections.abc import Callable
 
-from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
+from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, UsageError
 from holdfast.checkpoint.liveness import heartbeat
 from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.layout.parity_groups import NONE
 from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.stopped_keeper import wake
 from holdfast.keeper.slots.progress import WRITING
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 PROGRESS_S = 2.0
 ASK_TIMEOUT_S = 2.0
 MAX_ALARMS = 3
+# Of a keeper that does not answer, once within this time aloud.
+TELL_EVERY_S = 60.0
+SILENT = "; the keeper of this node does not answer"
 
 
 class SaveHandle:
@@ -126,6 +130,7 @@ class SaveHandle:
         if self._is_durable() and wanted is not Level.REPLICATED:
             return Level.DURABLE
         started = time.monotonic()
+        said = -math.inf
         while True:
             client = self._client()
             if self._given_up or client is None:
@@ -148,17 +153,24 @@ class SaveHandle:
                     remedy='ask for "durable", or set redundancy to replica or parity:K',
                 )
             working = client.announced.working(WRITING, self.version)
-            logger.info(
-                "waiting for %s to be %s: %.0f s, now %s, %s%s%s",
+            alarms, loudness = _alarms(client), logging.INFO
+            if alarms == SILENT:
+                wake(client.welcome.pid)
+                if time.monotonic() - said >= TELL_EVERY_S:
+                    said, loudness = time.monotonic(), logging.WARNING
+            logger.log(
+                loudness, "waiting for %s to be %s: %.0f s, now %s, %s%s%s",
                 self.version, wanted.name.lower(), time.monotonic() - started, reached.name.lower(), reason,
-                f"; writing {working}" if working else "", _alarms(client),
+                f"; writing {working}" if working else "", alarms,
             )  # fmt: skip
 
 
 def _alarms(client: KeeperClient) -> str:
-    """Return what the keeper warns of now; it is most likely the reason."""
+    """Return what the keeper warns of now; it is most likely the reason. `SILENT`: it does not answer."""
     try:
         return "".join(f"; {alarm['text']}" for alarm in client.status(timeout_s=ASK_TIMEOUT_S)["alarms"][:MAX_ALARMS])
+    except KeeperLost:
+        return SILENT if client.alive else ""
     except HoldfastError:
         return ""
 

@@ -77,13 +77,21 @@ class CarriedPart(NotedPart):
         if given:
             flatten(self._value, self.name, self._note)
 
-    def require(self, step: int) -> None:
+    def require(self, step: int, start: int) -> None:
         """A save of `step` begins.
+
+        Args:
+            step: its number.
+            start: the first one behind the restore. The values of the step before are those that were restored.
 
         Raises:
             UsageError: the values after that step were not told.
         """
-        if self.asked and self._step != step:
+        if not self.asked or self._step == step:
+            return
+        if self._step == -1 and step == start - 1 and self.asked <= self.restored.keys():
+            self.keep()
+        else:
             names = ", ".join(sorted(self.asked))
             raise UsageError(
                 f"step {step} is saved without the values that live on: {names}",

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from holdfast.checkpoint.usage.behind_step import changed_late, frozen_once, is_by_number, left_behind
+from holdfast.checkpoint.usage.behind_step import changed_late, frozen_once, is_by_number, left_behind, placed_behind
 from holdfast.checkpoint.usage.in_place import changed_in_place
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
@@ -48,7 +48,8 @@ class Around:
         skips: line -> names, of what the head of a loop leaves out the first items of, by `islice`.
         frozen: the line that sets `requires_grad` in one turn alone; None if there is none.
         numbered: those of `lives` that are set by how far the loop has come.
-        begins: name -> value, of each name that the text sets once outside of the loops, to a number or to None.
+        begins: name -> value, of each name that the text sets once outside of the loops, to a number or to None, if these do not restore.
+        placed: path -> line, of each attribute that a turn sets behind an inner loop and that is not passed to `step`.
     """
 
     line: int
@@ -69,6 +70,7 @@ class Around:
     frozen: int | None = None
     numbered: frozenset[str] = frozenset()
     begins: Mapping[str, object] = field(default_factory=dict)
+    placed: Mapping[str, int] = field(default_factory=dict)
 
 
 def around(source: str, line: int, *, told: bool = True) -> Around | None:
@@ -122,7 +124,41 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
         _handed(loops, "islice", 3),
         next((at for loop in loops if (at := frozen_once(loop, known, functions)) is not None), None),
         frozenset(name for name in lines if any(is_by_number(loop, name) for loop in loops)),
-        dict(_beginnings(scope, loops[0])),
+        {} if any(map(_is_restored, ast.walk(loops[0]))) else dict(_beginnings(scope, loops[0])),
+        {path: at for loop in loops for path, at in placed_behind(loop, elsewhere | changed.keys()).items()},
+    )
+
+
+def from_outside(source: str, line: int, inner_source: str, inner_line: int) -> Around | None:
+    """Returns what the loops around a line have, where `step()` is called by a function that is called there; None if there is no such.
+
+    What is passed to `step()` there is known by its last word alone: `best` of `step(number, best=trainer.best)`.
+
+    Args:
+        source: the text of the file with the loops.
+        line: a line of it that runs.
+        inner_source: the text of the file that calls `step()`.
+        inner_line: the line of it that does.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    tree = ast.parse(inner_source)
+    call = _call(scope_at(tree, inner_line), inner_line)
+    found = around(source, line, told=False)
+    if call is None or found is None or not isinstance(call.func, ast.Attribute):
+        return None
+    parts = [part for value in (*call.args, *(word.value for word in call.keywords)) for part in ast.walk(value)]
+    passed = {word.arg for word in call.keywords}
+    passed |= {part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", None) for part in parts}
+    return replace(
+        found,
+        caller=ast.unparse(call.func.value),
+        told=tuple(map(ast.unparse, (*call.args, *call.keywords))),
+        lives={name: at for name, at in found.lives.items() if name not in passed},
+        changed={path: at for path, at in found.changed.items() if path.rpartition(".")[2] not in passed},
+        placed={path: at for path, at in found.placed.items() if path.rpartition(".")[2] not in passed},
+        ends={name: each for name, each in found.ends.items() if name not in passed},
     )
 
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType
 from typing import Any
 
 from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.given_objects import Given
-from holdfast.checkpoint.usage.loop_analysis import Around, around
+from holdfast.checkpoint.usage.loop_analysis import Around, around, from_outside
 from holdfast.checkpoint.usage.loop_snapshot import Early, Finding, look
 from holdfast.core.versions import step_numbers
 
@@ -27,8 +28,29 @@ logger = logging.getLogger(__name__)
 
 # The first steps that are looked at, all of them; behind them only powers of two.
 FIRST_LOOKS = 6
+# Frames that are looked at for a loop, where the function that calls `step` has none.
+MAX_CALLERS = 8
 # Places of the script that call `step`, of which more is not looked at.
 MAX_PLACES = 4
+
+
+# What a warning says; the lines behind it have the names.
+NO_VERSION = "changes what is in no version"
+
+
+@dataclass(slots=True)
+class Loops:
+    """The loops of one function around a call of `step()`.
+
+    Attributes:
+        around: what their text says.
+        code: of the function.
+        before: name -> token, of what the look before has found.
+    """
+
+    around: Around
+    code: CodeType
+    before: Mapping[str, object]
 
 
 class Observer:
@@ -56,10 +78,9 @@ class Observer:
         self._given, self._carried, self._says = Given(objects), carried, says
         self._start, self._count = start, count
         self._early: Sequence[object] = early.iterators
-        self._tokens = early.tokens
+        self._tokens, self._code = early.tokens, early.code
         self._calls, self._off = 0, False
-        self._places: dict[tuple[str, int], Around | None] = {}
-        self._before: Mapping[str, object] = early.tokens
+        self._places: dict[tuple[str, int], list[Loops]] = {}
         self._told: set[str] = set()
         self._numbers: list[tuple[int, int]] = []
         self._steps = count()
@@ -82,24 +103,39 @@ class Observer:
             return False
 
     def _at(self, frame: FrameType | None) -> bool:
-        place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-        if frame is not None and place not in self._places and len(self._places) < MAX_PLACES:
-            self._places[place] = around(user_frames.text(frame), frame.f_lineno)
-            self._before = self._tokens
-        found = self._places.get(place)
-        if frame is None or found is None:
-            self._off = frame is None
+        if frame is None:
+            self._off = True
             return False
-        if self._says:
-            self._tell(found, os.path.basename(place[0]), self._look(found, user_frames.names(frame)))
-        return found.one_more
+        place = (frame.f_code.co_filename, frame.f_lineno)
+        if place not in self._places and len(self._places) < MAX_PLACES:
+            self._places[place] = list(self._loops(frame))
+        found = self._places.get(place, [])
+        if self._says and found:
+            self._given.look()
+            for loops in found:
+                self._tell(loops.around, os.path.basename(loops.code.co_filename), self._look(loops, frame))
+            self._early = ()  # an iterator must not live longer for our sake
+        return any(loops.around.one_more for loops in found)
 
-    def _look(self, found: Around, names: Mapping[str, Any]) -> list[Finding]:
-        self._given.look()
-        findings = list(look(found, names, self._given, self._early))
-        now = {finding.name: finding.token for finding in findings}
-        before, self._before = self._before, now
-        self._early = ()  # an iterator must not live longer for our sake
+    def _loops(self, frame: FrameType) -> Iterator[Loops]:
+        """Yields what the loops around a call of `step()` have: those of its function, and of functions that called this one."""
+        text = user_frames.text(frame)
+        for number, each in enumerate((frame, *_callers(frame))):
+            found = (
+                from_outside(user_frames.text(each), each.f_lineno, text, frame.f_lineno)
+                if number
+                else around(text, frame.f_lineno)
+            )
+            if found is not None and each.f_code is self._code:
+                yield Loops(found, each.f_code, self._tokens)
+            elif found is not None:  # each turn of its loops may restore
+                yield Loops(replace(found, begins={}), each.f_code, {})
+
+    def _look(self, loops: Loops, frame: FrameType) -> list[Finding]:
+        named = next((each for each in (frame, *_callers(frame)) if each.f_code is loops.code), None)
+        names = user_frames.names(named) if named is not None else {}
+        findings = list(look(loops.around, names, self._given, self._early))
+        before, loops.before = loops.before, {finding.name: finding.token for finding in findings}
         return [
             finding
             for finding in findings
@@ -124,9 +160,10 @@ class Observer:
             )
             lines.append(f"    {found.caller}.step({passed})")
         logger.warning(
-            "the loop of %s, line %d, changes what is in no version; after a restart that is what it was before the loop:\n    %s",
+            "the loop of %s, line %d, %s; after a restart that is what it was before the loop:\n    %s",
             file,
             found.line,
+            NO_VERSION,
             "\n    ".join(lines),
         )
 
@@ -143,3 +180,14 @@ class Observer:
                     self._start,
                     self._numbers[0][0],
                 )
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    """Yields the frames of the user's that called this one, innermost first."""
+    caller = frame.f_back
+    for _ in range(MAX_CALLERS):
+        if caller is None:
+            return
+        if user_frames.is_users(caller):
+            yield caller
+        caller = caller.f_back

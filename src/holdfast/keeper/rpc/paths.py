@@ -138,5 +138,5 @@ def job_digest(root: str, run_id: str, *, timeout_s: float = LINKS_S) -> str:
     Raises:
         StorageBusy: a file system on the way to the root does not answer for this time.
     """
-    text = f"{_real_root(root, timeout_s)}\n{run_id}".encode()
+    text = f"{_real_root(root, timeout_s)}\n{run_id}".encode(errors="surrogateescape")  # a link may lead to any bytes
     return hashlib.blake2b(text, digest_size=8).hexdigest()

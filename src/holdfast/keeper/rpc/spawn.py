@@ -8,6 +8,7 @@ it listens is known from a pipe that it inherits, never from waiting a while.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import subprocess
@@ -23,18 +24,31 @@ from holdfast.keeper.rpc.caller import ring
 from holdfast.keeper.rpc.listener import Network, hidden
 from holdfast.keeper.rpc.messages import VIEWER, Hello
 from holdfast.keeper.rpc.paths import RuntimePaths, absolute_root, place_of
+from holdfast.keeper.rpc.stopped_keeper import wake
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire.tls import read_secret
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 2.0
 # No attempt is cut short by those before it: a slow start would be blamed for what a frozen keeper did.
 ATTEMPT_S = 5.0
+# How often who waits for one that does not answer says so.
+TELL_EVERY_S = 30.0
 _MAX_READY_BYTES = 64 << 10
 
 
-def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT_S) -> RuntimePaths:
-    """The place of a keeper that listens for the job saving to `root`; started if there is none.
+def ensure_keeper(
+    root: str, config: Config, *, timeout_s: float = START_TIMEOUT_S, patience_s: float = 0.0
+) -> RuntimePaths:
+    """The place of a keeper that listens for the job saving to `root`; started if there is none, continued if a signal stopped it.
+
+    Args:
+        root: checkpoint path or URL.
+        config: the settings of the job.
+        timeout_s: how long the start of one may take.
+        patience_s: how long one that is there and does not answer is waited for besides, aloud: it may hold what nobody else has.
 
     Raises:
         ConfigError: the runtime directory is unfit. KeeperNotStarted: it crashed or hung before it listened, or another
@@ -42,18 +56,24 @@ def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT
         KeeperError: it refused its settings, in its own words; or one is there and does not answer.
     """
     place = place_of(root, config)
-    deadline = time.monotonic() + timeout_s
+    deadline = said_s = time.monotonic() + timeout_s
     _make(place, config)
     spawned = False
     while not _answers(place):
+        holder = _holder(place)
+        if holder.isdecimal():
+            wake(int(holder))
         # After a first attempt another keeper holds the lock without answering: it is starting, dying, or frozen.
-        if spawned and time.monotonic() > deadline:
-            raise KeeperError(
-                f"keeper {_holder(place)} holds the lock and does not answer",
-                where=str(place.directory),
-                remedy="kill that process; a new keeper is then started",
-            )
-        lock = _lock_within(place, deadline)
+        if spawned and (now := time.monotonic()) > deadline:
+            silent = f"keeper {holder} holds the lock and does not answer"
+            remedy = "kill that process; a new keeper is then started"
+            if now > deadline + patience_s:
+                raise KeeperError(silent, where=str(place.directory), remedy=remedy)
+            if now >= said_s:
+                said_s = now + TELL_EVERY_S
+                logger.warning("%s: it is waited for, %.0f s more; %s", silent, deadline + patience_s - now, remedy)
+        until = max(deadline, time.monotonic() + ATTEMPT_S)
+        lock = _lock_within(place, until)
         try:
             until = max(deadline, time.monotonic() + ATTEMPT_S)
             if _answers(place) or _spawn(place, absolute_root(root), config, until):

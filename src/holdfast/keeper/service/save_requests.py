@@ -22,6 +22,7 @@ from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.sealer import Sealer
 from holdfast.keeper.slots.sessions import Trainer, Trainers
+from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.keeper.storage.writer_failover import WriterFailover
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,11 @@ class SaveRequests:
         if request.durable and not request.comes_back and time.monotonic() - waiting.since_s > LEAST_PATIENCE_S:
             state.guard.lag.stored()  # or is about to be: the end of a job may have seconds
         slots = [h for h in state.slot_pool.of_rank(rank) if not h.outgrown and h.slot.num_bytes >= request.num_bytes]
+        # Who did not get the answer in time asks again, and nothing was written there yet.
+        unheard = next((held for held in slots if held.version == request.version and held.is_untouched), None)
+        if unheard is not None and not state.need_ledger().standing(request.version).abandoned:
+            self._give(waiting, unheard, "it is given once more")
+            return True
         decision = state.need_ledger().begin(rank, request.version, [self._state.guard.view(held) for held in slots])
         if decision.value is None and self._failover.yield_slots(rank):
             decision = state.need_ledger().begin(
@@ -119,17 +125,22 @@ class SaveRequests:
             why = f"; nothing newer than {kept[0]} has a second copy yet" if kept else ""
             waiting.reason = decision.reason + why
             return False
+        self._give(waiting, held, decision.reason)
+        return True
+
+    def _give(self, waiting: _Waiting, held: HeldSlot, reason: str) -> None:
+        """The rank may write its version into this slot."""
+        state, request, rank = self._state, waiting.request, waiting.trainer.rank
         before = held.version if held.state is SlotState.SEALED and held.layout else None  # not what was fetched
         held.start(request.version, layout=state.layouts[rank].fingerprint, durable=request.durable)
         fds = () if held.slot.slot_id in waiting.trainer.known else (held.slot.fd,)
         waiting.trainer.known.add(held.slot.slot_id)
-        begun = Begun(id=request.id, slot_id=held.slot.slot_id, reason=decision.reason)
+        begun = Begun(id=request.id, slot_id=held.slot.slot_id, reason=reason)
         if before is not None:
             places = held.before.values()
             there = tuple(ImageThere(p.ref.bundle_id, p.offset, p.seal.length) for p in places)
             begun = msgspec.structs.replace(begun, version=before, there=there)
         waiting.trainer.connection.send(begun, fds)
-        return True
 
     def retry(self) -> float:
         """Looks at every save that waits; returns seconds until the next one's time is over."""

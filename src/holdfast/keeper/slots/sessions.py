@@ -19,7 +19,6 @@ from holdfast.base.errors import InUse, KeeperError, KeeperLost
 from holdfast.core.model import Version
 from holdfast.core.pipeline.wait_forecast import Shown
 from holdfast.core.recovery.version_choice import Source
-from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.rpc.messages import Hello, Message, Ok, ShowWaits
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots import cpu_affinity
@@ -253,7 +252,7 @@ class Trainers:
         self._on_leave(trainer)
         for held in self._state.slot_pool.of_rank(trainer.rank):
             version = held.version
-            if held.state is SlotState.WRITING and not held.copied and not held.pins and version is not None:
+            if held.is_untouched and not held.pins and version is not None:
                 held.clear()
                 self._state.abandon(trainer.rank, version, "its process ended before the copy was complete")
         _let_go(trainer)

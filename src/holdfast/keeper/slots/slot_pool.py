@@ -101,6 +101,11 @@ class HeldSlot:
             return SlotView(self.slot.slot_id, SlotState.EMPTY, None, self.pins.total())
         return SlotView(self.slot.slot_id, self.state, self.version, self.pins.total())
 
+    @property
+    def is_untouched(self) -> bool:
+        """Return whether a version was begun in it, and its rank has not told that all of it lies here."""
+        return self.state is SlotState.WRITING and not self.copied
+
     def start(self, version: Version, *, layout: str, durable: bool) -> None:
         """Begins a new version in it. The header is invalidated first, before anyone may write a byte."""
         slots.invalidate(self.slot)

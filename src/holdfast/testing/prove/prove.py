@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,7 @@ from typing import Any, NoReturn
 
 from holdfast.base.errors import UsageError
 from holdfast.base.terminal import some_of
+from holdfast.checkpoint.usage.loop_observer import NO_VERSION
 from holdfast.testing.prove.run_notes import BEFORE, BEHIND
 from holdfast.testing.prove.script_run import PLACE, Ended, Kill, ScriptRuns, Target, files_below, tail
 from holdfast.testing.prove.step_comparison import Difference, Judged, Step, compare_undisturbed, judge
@@ -48,6 +50,9 @@ EXIT_CODES = {EQUAL: 0, DIFFERS: 1, ENDED: 1, TIMED_OUT: 1, NOT_KILLED: 1, NOT_K
 # Lines of its standard error that are shown of a run that failed.
 ERROR_LINES = 12
 MAX_FILES_NAMED = 3
+# What the lines of a Checkpointer's warning begin with, and how many lines and names are looked at.
+_NAMED = re.compile(r"    ([\w.]+): ")
+WARNING_LINES, MAX_NAMES = 1000, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +208,8 @@ def verdict_of(number: int, kill: Kill, undisturbed: Undisturbed, run: Ended) ->
     notes = []
     if judged.random_from is not None and outcome in (EQUAL, NOT_KEPT):
         notes.append(f"random numbers alone differ from step {judged.random_from} on")
+    if outcome == EQUAL and (names := unkept_names(tail(run.directory / "errors", WARNING_LINES))):
+        notes.append(f"holdfast warns that the script changes what is in no version: {some_of(names, MAX_NAMES)}")
     if run.code == 0 and run.output != undisturbed.output:
         notes.append(f"its last lines of output are others: {' / '.join(run.output)[-120:]!r}")
     return Verdict(
@@ -217,6 +224,18 @@ def verdict_of(number: int, kill: Kill, undisturbed: Undisturbed, run: Ended) ->
         round(run.seconds, 1),
         proposed(run.lives) if outcome == NOT_KEPT else (),
     )
+
+
+def unkept_names(errors: Sequence[str]) -> list[str]:
+    """Returns the names of which a Checkpointer has said that no version has them, of the lines of a standard error."""
+    found: dict[str, None] = {}
+    names_follow = False
+    for line in errors:
+        named = _NAMED.match(line) if names_follow else None
+        if named:
+            found[named[1]] = None
+        names_follow = NO_VERSION in line or (names_follow and line.startswith("    "))
+    return list(found)
 
 
 def _outcome(kill: Kill, run: Ended, judged: Judged, reason: str) -> tuple[str, str]:

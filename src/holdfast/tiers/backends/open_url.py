@@ -34,9 +34,14 @@ def open_backend(url: str | Path) -> Backend:
     """The backend behind a path, a `file://` URL or a bucket's URL. Touches nothing yet.
 
     Raises:
-        ConfigError: a scheme that this release does not know, a secret in the URL, or a bucket without a name.
+        ConfigError: a scheme that this release does not know, a secret in the URL, a bucket without a name, or a path that no
+            record can hold.
     """
     text = str(url)
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(
+            "the path is not text in UTF-8", where=ascii(text), remedy="name it by a link, or another path"
+        )
     if text.startswith("file://"):
         text = text.removeprefix("file://")
     if is_bucket(text):

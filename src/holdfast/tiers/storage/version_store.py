@@ -251,6 +251,9 @@ class Storage:
     def look(self, known: Collection[Version] = ()) -> tuple[list[Version], list[Version]]:
         """Returns the committed versions, and those of which files exist but no commit, ascending, in one look.
 
+        What bears a version's name and is no directory (a link to where somebody moved it) counts as committed: it cannot be
+        read, and whoever tries is told so, instead of taking an older one.
+
         Args:
             known: versions that were committed when the caller looked last: as long as anything of one is there, it is not
                 looked into. A request for every version that is kept would be made of a bucket each time.
@@ -260,8 +263,10 @@ class Storage:
         """
         committed: list[Version] = []
         unfinished: list[Version] = []
-        for version in self._directories():
-            (committed if version in known or self.is_committed(version) else unfinished).append(version)
+        names = self._names()
+        for version in _named(names):
+            stands = version in known or f"{version}/" not in names or self.is_committed(version)
+            (committed if stands else unfinished).append(version)
         return committed, unfinished
 
     def named(self) -> list[Version]:
@@ -270,8 +275,7 @@ class Storage:
         Raises:
             StorageError: as `versions`.
         """
-        found = (Version.parse(name.rstrip("/")) for name in self._names())
-        return sorted(version for version in found if version is not None)
+        return _named(self._names())
 
     def is_committed(self, version: Version) -> bool:
         """Returns whether the root manifest of a version is listed."""
@@ -397,10 +401,6 @@ class Storage:
 
     # Inside.
 
-    def _directories(self) -> list[Version]:
-        found = (Version.parse(name[:-1]) for name in self._names() if name.endswith("/"))
-        return sorted(version for version in found if version is not None)
-
     def _names(self) -> set[str]:
         names = {name for name, _ in self._backend.listing("")}
         if self._job_id and JOB_FILE not in names:
@@ -466,6 +466,12 @@ class Storage:
     def _read_listed(self, version: Version, name: str, *, length: int) -> bytes:
         read = partial(self._backend.read, f"{version}/{name}", length=length)
         return counted(self._events, listed(self._backend, version, read))
+
+
+def _named(names: Iterable[str]) -> list[Version]:
+    """Return the versions that names in a root are of, ascending."""
+    found = (Version.parse(name.rstrip("/")) for name in names)
+    return sorted(version for version in found if version is not None)
 
 
 def _incomplete(what: str, where: str) -> StorageError:

@@ -1,0 +1,139 @@
+"""A keeper that dies, or is stopped, while a job ends: the last step becomes durable all the same, within seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.base.events import Events
+from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.core.model import Level, Version
+from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.tiers.storage.version_store import open_storage
+from keeper.rig import eventually
+from kit.checkpointers import Make, Trainee, leave
+
+DEADLINE_S = 60.0
+
+
+def keeper_of(checkpointer: Any) -> psutil.Process:
+    return psutil.Process(checkpointer.keeper_status()["pid"])
+
+
+def newest(path: Path) -> Version:
+    return open_storage(path, Events()).versions()[-1]
+
+
+@pytest.mark.parametrize("level", ["captured", "durable"])
+def test_the_last_version_is_saved_again_if_its_keeper_died_before_it_was_sealed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """All of it was copied, and the rank had told so: nothing of the rank's was given up."""
+    trainee, copied = Trainee(), KeeperClient.copied
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    keeper = keeper_of(checkpointer)
+
+    def copied_in_vain(client: KeeperClient, *given: Any, **more: Any) -> None:
+        keeper.suspend()
+        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        copied(client, *given, **more)
+        keeper.kill()
+
+    monkeypatch.setattr(KeeperClient, "copied", copied_in_vain)
+    trainee.train()
+    last = checkpointer.save(1, level)
+    checkpointer._run.saver.settle()
+    monkeypatch.undo()
+    assert not last.given_up
+    checkpointer.close()
+    assert newest(tmp_path / "job") == Version(1, 1)
+
+
+@pytest.mark.parametrize("moment", ["before", "between"])
+def test_a_keeper_that_dies_while_the_last_version_is_waited_for_is_replaced(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    trainee, wait = Trainee(), SaveHandle.wait
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    keeper = keeper_of(checkpointer)
+
+    def killed(handle: SaveHandle, level: Level | str | None = None, timeout_s: float | None = None) -> Level:
+        monkeypatch.undo()
+        keeper.suspend()
+        keeper.kill()
+        if moment == "before":
+            keeper.wait(DEADLINE_S)
+            eventually(lambda: handle._client() is None)
+        return wait(handle, level, timeout_s)
+
+    monkeypatch.setattr(SaveHandle, "wait", killed)
+    checkpointer.close()
+    assert newest(tmp_path / "job") == Version(1, 0)
+
+
+def test_a_version_that_becomes_due_just_as_its_keeper_dies_is_due_for_the_next_one(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word is in the connection, and nobody reads it any more."""
+    trainee, persist = Trainee(), KeeperClient.persist
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    keeper = keeper_of(checkpointer)
+
+    def persist_in_vain(client: KeeperClient, version: Version) -> None:
+        monkeypatch.undo()
+        keeper.suspend()
+        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        persist(client, version)
+        keeper.kill()
+        eventually(lambda: not client.alive)
+        assert checkpointer._run.link.wait_mended(DEADLINE_S)
+
+    monkeypatch.setattr(KeeperClient, "persist", persist_in_vain)
+    checkpointer.close()
+    assert newest(tmp_path / "job") == Version(1, 0)
+
+
+def test_a_keeper_that_a_signal_stopped_is_continued_at_the_end(make: Make, tmp_path: Path) -> None:
+    """It would be waited for as long as storage may take, and what it holds is nowhere else."""
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    keeper = keeper_of(checkpointer)
+    keeper.suspend()
+    eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+    checkpointer.close()
+    assert newest(tmp_path / "job") == Version(1, 0)
+
+
+def test_a_keeper_that_a_signal_stops_while_it_is_waited_for_is_continued_and_told_of(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    keeper = keeper_of(checkpointer)
+    keeper.suspend()
+    eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+    trainee.train()
+    checkpointer._run.link.require().persist(Version(1, 0))
+    checkpointer._run.last.wait("durable", DEADLINE_S)
+    assert f"keeper {keeper.pid} was stopped by a signal and is waited for: it is continued" in caplog.text
+    assert "the keeper of this node does not answer" in caplog.text
+    assert newest(tmp_path / "job") == Version(1, 0)
+    leave(checkpointer)
