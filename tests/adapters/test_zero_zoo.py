@@ -24,7 +24,7 @@ SAMPLE = {
     "rare change that cannot be carried", "del of an earlier name", "early stopping",
     "killed behind the loop, number of the loss", "killed behind the loop, loss as it is", "resumes by itself, far",
     "shorter at the second time", "loop of a module", "function of an installed package that counts",
-    "optimizer that keeps a number where it kept a tensor", "settings whose attributes are their items", "submodule in use changes", "tensor that is resized", "settings by exec",
+    "optimizer that keeps a number where it kept a tensor", "settings whose attributes are their items", "submodule in use changes", "head that is used at times, zeroed before the step", "tensor that is resized", "settings by exec",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "global counter", "killed behind the loop", "killed behind the loop, loss as it is", "early break", "killed behind a break",

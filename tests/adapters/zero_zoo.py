@@ -474,6 +474,16 @@ CASES: dict[str, Case] = {
     "match": Case(pre="last = 0", body="match step % 3:\n    case 0:\n        last = step\n    case other:\n        pass", scale="(1 + last)", shown="last"),
     "continue before a name": Case(pre="even = 0", body="die(step)\nif step % 2:\n    continue\neven = step", shown="even"),
     "name that only some steps set": Case(body="if step % 4 == 0: rare = step", shown="rare"),
+    "name that no step set, read behind the loop": Case(
+        body="if loss.item() < -1: rare = step", when=-1, post="die(0, 0)\ntry:\n    shown = rare\nexcept NameError:\n    shown = 'none'", shown="shown",
+    ),
+    "name of a function that no step has set yet": Case(
+        whole="def main():\n    for step in range(10):\n        sys.stderr.write(f\"made {step}\\n\")\n"
+        "        loss = model(torch.randn(2, 4)).square().mean()\n        optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
+        "        if step == 7: rare = step\n        die(step)\n        try:\n            seen = rare\n        except UnboundLocalError:\n"
+        "            seen = 'none'\n        print(step, seen) if step > 6 else None\n"
+        "    print('END', seen, 'rare' in locals(), [p.tolist() for p in model.parameters()])\nmain()\n",
+    ),
     "import in the loop": Case(body="import math as m\nn = m.sqrt(step)", shown="n"),
     "early break": Case(body="if step == 7: break", shown="step, loss.item()"),
     "early stopping": Case(
@@ -672,6 +682,22 @@ CASES: dict[str, Case] = {
     "gradients that are cleared sometimes": Case(
         step="loss = model(torch.randn(2, 4)).square().mean() * {scale}\nif step % 3 == 0:\n    optimizer.zero_grad()\n"
         "loss.backward()\noptimizer.step()\n",
+    ),
+    **{
+        f"head that is used at times, zeroed {where} the step": Case(
+            pre="model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])\n"
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
+            step="loss = model[0](torch.randn(2, 4)).square().mean()\nif step < 6:\n"
+            "    loss = loss + model[1](torch.randn(2, 4)).square().mean()\n"
+            f"{before}loss.backward()\noptimizer.step()\n{behind}", when=8,
+        )
+        for where, before, behind in [
+            ("before", "optimizer.zero_grad(set_to_none=False)\n", ""), ("behind", "", "optimizer.zero_grad(set_to_none=False)\n")
+        ]
+    },
+    "zeroed gradients are read behind the loop": Case(
+        step=STEP.replace("optimizer.zero_grad()\n", "") + "optimizer.zero_grad(set_to_none=False)\n", when=-1,
+        post="die(0, 0)", shown="[p.grad.tolist() for p in model.parameters()]",
     ),
     "schedule in a closure": Case(
         pre="def make():\n    s = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)\n    return lambda: s.step()\nturn = make()",

@@ -286,6 +286,35 @@ def test_a_full_disk_costs_the_durable_level_until_there_is_space_again(make: Ma
         assert equal(content(other), content(model))
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("memory_budget", ["", "1MB"])
+def test_what_an_earlier_start_left_half_written_does_not_keep_a_disk_full(
+    memory_budget: str, make: Make, tmp_path: Path
+) -> None:
+    """Only a commit removed it, and for want of its space none came. With a level in memory, and without."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m", "none") as disk:
+        model, root = network(width=512), disk / "job"  # 2 MiB
+        first = make(root, model, linger_s=1.0)
+        first.restore()
+        first.save(0, level="durable").wait()
+        first.close()
+        for step in (5, 6):
+            half = root / str(Version(1, step))
+            shutil.copytree(root / str(GOOD), half)
+            (half / "manifest.json").unlink()
+        again = make(root, network(width=512), memory_budget=memory_budget, close_timeout_s=60.0)
+        assert again.restore() == 1
+        with (disk / "ballast").open("wb") as ballast:  # a MiB is left
+            ballast.write(bytes(1 << 20))
+        handle = again.save(1, level="durable")
+        if memory_budget:  # the save itself was given up
+            handle = again.save(2, level="durable")
+        assert handle.wait("durable", 40) == holdfast.Level.DURABLE
+        assert open_storage(root, Events()).unfinished() == []
+        assert open_storage(root, Events()).versions() == [GOOD, handle.version]
+        again.close()
+
+
 @MORE
 @pytest.mark.root
 def test_a_restart_on_a_full_disk_comes_back_from_memory(make: Make, tmp_path: Path) -> None:

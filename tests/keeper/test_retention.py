@@ -12,7 +12,7 @@ from holdfast.base.errors import CorruptError, Fenced, InUse, UsageError
 from holdfast.base.events import Events
 from holdfast.core.model import Topology, Version
 from holdfast.keeper.rpc.messages import Assembly
-from holdfast.keeper.storage.retention import RetentionRunner
+from holdfast.keeper.storage.retention import RetentionRunner, make_room
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
@@ -36,6 +36,25 @@ def test_halves_of_dead_incarnations_go_and_what_is_being_written_stays(tmp_path
     assert store.unfinished() == [Version(2, 4)]
     assert tree(root / str(Version(2, 4))) == being_written
     assert store.versions() == [Version(1, 1), Version(2, 3)]
+
+
+def test_where_storage_is_full_halves_of_dead_incarnations_go_and_nothing_else(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    store = new_store(root)
+    for step in range(1, 5):
+        save(store, Version(1, step))
+    assert store.incarnations.register() == 2
+    for version in (Version(1, 9), Version(2, 10)):  # everything but the commit
+        shutil.copytree(root / str(Version(1, 4)), root / str(version))
+        (root / str(version) / "manifest.json").unlink()
+    before, job = tree(root), store.job_id()
+
+    for incarnation in (1, 3):  # one that a newer one has replaced, and one that could not be registered yet
+        with pytest.raises(Fenced):
+            make_room(store, Assembly(incarnation, str(root), job, Topology(("n",), (0,)), ()))
+    assert tree(root) == before
+    assert make_room(store, Assembly(2, str(root), job, Topology(("n",), (0,)), ())) == [Version(1, 9)]
+    assert tree(root) == {name: data for name, data in before.items() if str(Version(1, 9)) not in name}
 
 
 def test_a_damaged_version_stays_and_keeps_no_other(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Why no version is right where they cannot be carried.
 UNSURE = "gradients live from one step to the next"
 _ZEROS = bytes(4096)
+# In the place of a number: of every parameter.
+_ALL = "all"
 
 
 def there_are(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> bool:
@@ -30,7 +32,9 @@ def there_are(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) 
     )
 
 
-def packed(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> dict[str, Any] | None:
+def packed(
+    parameters: Sequence[torch.Tensor], cleared: Container[int] = (), *, zeros: bool = False
+) -> dict[str, Any] | None:
     """Returns all gradients as they are saved, by the number of their parameter; nothing where none lives; None if they cannot be.
 
     Each rank saves its own.
@@ -38,11 +42,21 @@ def packed(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> 
     Args:
         parameters: those that are stepped.
         cleared: the `id` of each whose gradient every step surely clears before it reads it.
+        zeros: say also where a gradient is that is zero, or is cleared. A step moves a parameter that has one, by decay and
+            momentum, and leaves one that has none.
     """
-    if not there_are(parameters, cleared):
-        return {}
-    found = {str(number): p for number, p in enumerate(parameters) if p.grad is not None}
-    return None if why_not(found.values()) else as_saved(found, copied=True)
+    with_grad = {str(number): p for number, p in enumerate(parameters) if p.grad is not None}
+    lives = there_are(parameters, cleared)
+    found = {name: p for name, p in with_grad.items() if lives and id(p) not in cleared}
+    if why_not(found.values()):
+        return None
+    here = with_grad if lives or zeros else {}
+    rest: dict[str, Any] = {
+        name: {} for name, p in here.items() if name not in found and p.grad is not None and may_be_zero(p, p.grad)
+    }
+    if len(rest) == len(parameters):
+        return {_ALL: {}} if rest else {}
+    return {**rest, **as_saved(found, copied=True)}
 
 
 def as_saved(parameters: Mapping[str, torch.Tensor], *, copied: bool = False) -> dict[str, Any]:
@@ -133,7 +147,7 @@ def _is_gapless(local: torch.Tensor) -> bool:
 def put(parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
     """Gives parameters the gradients that were saved, if any were, and takes them from the others."""
     for number, parameter in enumerate(parameters if saved else ()):
-        one = saved.get(str(number))
+        one = saved.get(str(number), saved.get(_ALL))
         if one is None:
             clear(parameter)
             continue

@@ -22,7 +22,15 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.base.config import Config
-from holdfast.base.errors import ConfigError, CorruptError, Fenced, HoldfastError, LevelNotReached, MemoryRefused
+from holdfast.base.errors import (
+    ConfigError,
+    CorruptError,
+    Fenced,
+    HoldfastError,
+    LevelNotReached,
+    MemoryRefused,
+    StorageFull,
+)
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import PlacedImage, Plan, Structure
 from holdfast.checkpoint.capture.optimizer_fence import STEPPED, Fence
@@ -42,7 +50,7 @@ from holdfast.core.layout.bundles import fingerprint_of
 from holdfast.core.model import Topology, Version
 from holdfast.keeper.observe import degraded_notice
 from holdfast.keeper.rpc.paths import RuntimePaths, place_of
-from holdfast.keeper.storage.retention import RetentionRunner
+from holdfast.keeper.storage.retention import RetentionRunner, make_room
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.memory_budget import read_limits
 from holdfast.tiers.storage.incarnations import make_stamp
@@ -162,6 +170,8 @@ class DirectSaver:
         except HoldfastError as error:
             logger.warning("%s is given up: %s", handle.version, error)
             handle.give_up(str(error))
+            if isinstance(error, StorageFull) and self._job.group.rank == 0:
+                self._make_room()
         except Exception as error:  # a fault of ours or of the device must not end the training
             logger.exception("saving %s failed", handle.version)
             handle.give_up(f"{type(error).__name__}: {error}")
@@ -258,6 +268,12 @@ class DirectSaver:
             logger.info("retention is left to the incarnation that runs now: %s", error.what)
         except HoldfastError as error:
             logger.warning("an old version was not removed: %s", error)
+
+    def _make_room(self) -> None:
+        try:
+            make_room(self._storage, self._job.assembly)
+        except HoldfastError as error:
+            logger.info("what earlier incarnations left half done stays: %s", error)
 
     def _structure_of(self, gathered: Gathered) -> Structure:
         structure = self._structure

@@ -121,6 +121,12 @@ def _of_turns(found: Around, names: Mapping[str, Any], given: Given) -> Iterator
         if is_passed or (given.has(value) and isinstance(value, Optimizer | LRScheduler | GradScaler | nn.Module)):
             text = f"is changed in line {line}, behind step(), and a restart does not do that again: call step() last in the loop"
             yield Finding(path, text, True)
+    for path, line in found.placed.items():
+        value = _at(path, names)
+        if _is_data(_at(path.rpartition(".")[0], names)) and (kind := kind_of(value)):
+            yield _carried(
+                path, value, f"{kind} that the data of a loader hands out in the next turn, set in line {line}"
+            )
     if found.frozen is not None:
         text = f"is set in line {found.frozen} in one turn alone, and is in no version: set it in every turn, by the number of the step"
         yield Finding("requires_grad", text, True)
@@ -206,7 +212,8 @@ def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) ->
             return  # the one is looked at elsewhere, the other is ours
         if given.has(owner) and not isinstance(owner, nn.Module) and not _is_data(owner):
             return  # it hands out what it has
-    if (given.has(value) and not _is_data(owner)) or (isinstance(value, torch.Tensor) and given.saves(value)):
+    parts = value if isinstance(value, list | tuple) else [value]
+    if (given.has(value) and not _is_data(owner)) or all(isinstance(t, torch.Tensor) and given.saves(t) for t in parts):
         return
     if isinstance(value, deque):
         text = f"a deque that is changed from one step to the next, in line {line}; carry keeps it as a list"

@@ -1,5 +1,5 @@
 """Removes what goes from storage after a commit: old versions as retention says, and what dead incarnations left half
-done.
+done. The latter goes also where storage is full, for then no commit may come.
 
 Decided by `core.versions.retention`, removed by `tiers.storage.version_store`. Called by whoever committed: the coordinator's keeper, or rank 0
 of a job without keepers. A process may be paused between its decision and any removal, so whether it has a say is asked
@@ -104,3 +104,25 @@ class RetentionRunner:
             self._kept_s = now
             storage.marks.keep(version)
         return storage.marks.kept()
+
+
+def make_room(storage: Storage, assembly: Assembly) -> list[Version]:
+    """Removes what dead incarnations left half done, and nothing else; returns the versions that it was of.
+
+    Raises:
+        Fenced: the incarnation is not the newest that is registered: then an older one may still commit, or a newer one
+            says what goes.
+        HoldfastError: something was not removed.
+    """
+
+    def permit() -> None:
+        storage.require_job(assembly.job_id)
+        if storage.incarnations.highest() != assembly.incarnation:
+            raise Fenced("another incarnation is the newest; this one removes nothing", where=storage.where)
+
+    permit()
+    halves = [half for half in storage.unfinished() if half.incarnation < assembly.incarnation]
+    for half in halves:
+        storage.discard(half, permit=permit)
+    storage.incarnations.sweep(assembly.incarnation)
+    return halves

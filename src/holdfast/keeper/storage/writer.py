@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperError
+from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperError, StorageFull
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.versions.coordinator_board import CommitOrder, PartReport
@@ -25,7 +25,7 @@ from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import WRITING, Activities
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.keeper.storage.lazy_storage import LazyStorage
-from holdfast.keeper.storage.retention import RetentionRunner
+from holdfast.keeper.storage.retention import RetentionRunner, make_room
 from holdfast.keeper.storage.superseded_watch import newer_run
 from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.tiers.format import image as image_format
@@ -177,12 +177,25 @@ class Persister:
         with state.lock:
             self._failover.failed(order, error.what)
             hopeless = self._again.failed(order, error)
+            assembly = state.assembly
+        if isinstance(error, StorageFull) and assembly is not None:
+            self._make_room(assembly)
         if hopeless:
             state.alarms.warn(
                 "unserviceable",
                 f"storage is unserviceable: {MAX_TRIES} attempts failed, the last with: {error.what}; training and the "
                 f"levels in memory go on, storage is tried every {MAX_PAUSE_S:.0f} s and with every new version",
             )
+
+    def _make_room(self, assembly: Assembly) -> None:
+        """Gives up what dead incarnations left half done, before the next attempt."""
+        try:
+            halves = make_room(self._lazy_storage.open(), assembly)
+        except HoldfastError as error:  # of another node, perhaps, which removes the same
+            logger.info("what earlier incarnations left half done stays: %s", error)
+        else:
+            for half in halves:
+                self._events.emit("node.retired", version=str(half))
 
     def _write(self, writing: WriteAttempt) -> int:
         """Writes the order's bundles and parts; returns bytes. Nothing, if the version became durable meanwhile."""

@@ -96,12 +96,6 @@ class Entry:
         main = self.frame.f_globals
         return {**main, **own(self.frame)} if is_function(self.frame) else dict(main)
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Deletes names of the script that were not set when the version was saved, behind the line that gave them a stand-in."""
-        for name in names:
-            if type(self.frame.f_globals.get(name)) is Lost:
-                del self.frame.f_globals[name]
-
 
 class Untouched:
     """Sees whether modules that are kept are used between two loops: a restart has them there as a later step left them.

@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -46,7 +46,7 @@ from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
-from holdfast.checkpoint.entries import living_gradients
+from holdfast.checkpoint.entries import fsdp1, living_gradients
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.training_state import State
@@ -86,6 +86,7 @@ class KeptLoops:
         self._events = events or Events()
         self.back = False
         self._values: tuple[Any, ...] = ()
+        self._absent: frozenset[str] = frozenset()
         self._owner = (os.getpid(), threading.get_ident())
         self._run: _Run | None = None
         self._begun = self._left = False
@@ -110,6 +111,10 @@ class KeptLoops:
         self.back = False
         values, self._values = self._values, ()
         return values
+
+    def absent(self, name: str) -> bool:
+        """Tell whether a name, which has a stand-in now, was not set when the version was saved."""
+        return name in self._absent
 
     def at(self, number: int) -> None:
         """A loop is about to begin: what it goes over is not made yet."""
@@ -233,9 +238,8 @@ class KeptLoops:
         start = run.outer_begins(self._stack)
         if start is not None:
             there = entry.names() if entry.taken == 0 else {}
-            self._give(given(entry.site.lives, start["carried"], there=there))
+            self._give(given(entry.site.lives, start["carried"], there=there), start)
             yield stand_in(entry.site.target, start["targets"])
-            entry.drop(start.get("absent", ()))
         while True:
             self._left = False
             if start is None:
@@ -255,9 +259,8 @@ class KeptLoops:
     def _inner(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         version = run.inner_begins(self._stack)
         if version is not None:
-            self._give(given(entry.site.lives, version["carried"]))
+            self._give(given(entry.site.lives, version["carried"]), version)
             yield stand_in(entry.site.target, version["targets"])
-            entry.drop(version.get("absent", ()))
         while True:
             self._left = False
             before = run.count.steps
@@ -277,10 +280,10 @@ class KeptLoops:
             if version["after"] is None:
                 run.unfit(f"the loop of line {entry.site.line} has ended, and what is read behind it was not saved")
             if names:
-                self._give(given(names, version["carried"], version["after"]))
+                self._give(given(names, version["carried"], version["after"]), version)
 
-    def _give(self, values: tuple[Any, ...]) -> None:
-        self._values, self.back = values, True
+    def _give(self, values: tuple[Any, ...], saved: Mapping[str, Any]) -> None:
+        self._values, self._absent, self.back = values, frozenset(saved.get("absent", ())), True
 
 
 class _Count:
@@ -352,7 +355,9 @@ class _Run:
         self._ended = self._taken_up = False
         self._cleared: dict[int, frozenset[int]] = {}
         models = self._objects["model"]
-        self._untouched = Untouched(models if isinstance(models, list) else [models])
+        models = models if isinstance(models, list) else [models]
+        self._state.loses_gradients = any(map(fsdp1.units_of, models))
+        self._untouched = Untouched(models)
 
     def watch(self, files: FileWatch | None) -> None:
         """Watches what the script reads and writes from here on."""

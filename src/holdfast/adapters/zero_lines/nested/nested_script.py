@@ -2,7 +2,7 @@
 
     for epoch in range(3):                __holdfast_kept__.at(0)
         train(model, loader)              for epoch in __holdfast_kept__(0, range(3)):
-                                              if __holdfast_kept__.back: best, = __holdfast_kept__.take(); continue
+                                              if __holdfast_kept__.back: best, = __holdfast_kept__.take(); ...; continue
     def train(model, loader):                 train(model, loader)
         for batch in loader:                  ...
             ...                           in train: __holdfast_kept__.at(1); for batch in __holdfast_kept__(1, loader): ...
@@ -468,13 +468,11 @@ def _set_before(loop: ast.For, place: _Place) -> set[str]:
 def _rewrite(tree: ast.Module, loop: ast.For, site: Site) -> None:
     loop.iter = ast.Call(ast.Name(HOOK, ast.Load()), [ast.Constant(site.number), loop.iter], [])
     loop.body = [new for statement in loop.body for new in Leaving.of(statement)]
-    taken = "".join(f"{name}, " for name in site.lives) + ("= " if site.lives else "") + f"{HOOK}.take()"
+    taken = _taken(site.lives) if site.lives else f"    {HOOK}.take()\n"
     # Before the next item is asked for: who makes it may read these names, and those that the item before was given to.
-    loop.body[:0] = _lines(f"if {HOOK}.back:\n    {taken}\n    continue", loop)
+    loop.body[:0] = _lines(f"if {HOOK}.back:\n{taken}    continue", loop)
     names = [*site.lives, *site.after]
-    behind = (
-        _lines(f"if {HOOK}.back:\n    {', '.join(names)}, = {HOOK}.take()", loop) if names and not site.outer else []
-    )
+    behind = _lines(f"if {HOOK}.back:\n{_taken(names, site.lives)}", loop) if names and not site.outer else []
     for node in ast.walk(tree):
         for _, block in ast.iter_fields(node):
             if isinstance(block, list) and any(part is loop for part in block):
@@ -482,6 +480,17 @@ def _rewrite(tree: ast.Module, loop: ast.For, site: Site) -> None:
                 block[place + 1 : place + 1] = behind
                 block[place:place] = _lines(f"{HOOK}.at({site.number})", loop)
                 return
+
+
+def _taken(names: Sequence[str], lives: Sequence[str] | None = None) -> str:
+    """Returns the lines that set names to what a version has, and delete those that the script had not set, or had deleted.
+
+    Args:
+        names: all of them.
+        lives: those that a step need not set; None: all.
+    """
+    deleted = (f"    if {HOOK}.absent({name!r}):\n        del {name}\n" for name in (names if lives is None else lives))
+    return f"    {', '.join(names)}, = {HOOK}.take()\n" + "".join(deleted)
 
 
 def _lines(text: str, loop: ast.For) -> list[ast.stmt]:

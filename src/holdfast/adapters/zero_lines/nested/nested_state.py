@@ -48,6 +48,7 @@ class NestedState(Doubts):
         randomness: that the outermost loop began with.
         generators: name of a generator -> what is noted of it where the outermost loop began.
         rehearsed: whether the first steps are, or were, rehearsed.
+        loses_gradients: whether a model of the first FSDP is kept, which drops those that it is given.
         placing: the look whose values and owners take what a version carries; None: it is only noted.
     """
 
@@ -60,7 +61,7 @@ class NestedState(Doubts):
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
         self.generators: dict[str, Generator] = {}
-        self.rehearsed = False
+        self.rehearsed = self.loses_gradients = False
         self._noted = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
             "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {}, "data": {}, "who": self.who,
@@ -95,7 +96,7 @@ class NestedState(Doubts):
         changed = inner.changes.now()
         self.judge_files()
         carried, lost = self.living(inner, names)
-        gradients = living_gradients.packed(self.stepped, cleared)
+        gradients = living_gradients.packed(self.stepped, cleared, zeros=not self.loses_gradients)
         self.doubt(
             changed.reason
             or self._why_unsure(carried, gradients)
