@@ -1373,4 +1373,89 @@ CASES = {
         """,
         in_function=False,
     ),
+    "order that is shuffled in place": Case(
+        """
+        for epoch in range(start, 4):
+            random.shuffle(order)
+            np.random.shuffle(places)
+            fresh = list(range(9))
+            random.shuffle(fresh)
+            for at in order:
+                train(batch() * at)
+            ckpt.step(epoch)
+        """,
+        between="order, places = [1, 2, 3, 4, 5, 6, 7, 8], np.arange(9)",
+        names=("order", "places"),
+    ),
+    "labels and weights that an epoch leaves to the next one": Case(
+        """
+        for epoch in range(start, 4):
+            data.epoch = epoch
+            for x, label, at in loader:
+                train(x * label)
+            data.labels = torch.rand(8)
+            sampler.weights = sampler.weights * torch.rand(8)
+            data.shown = torch.rand(2)
+            ckpt.step(epoch, shown=data.shown)
+        """,
+        before="""
+        class Data(torch.utils.data.Dataset):
+            def __init__(self):
+                self.labels, self.epoch, self.shown = torch.ones(8), 0, torch.zeros(2)
+            def __len__(self):
+                return 8
+            def __getitem__(self, at):
+                return torch.ones(4), self.labels[at], at + self.epoch
+        data, sampler = Data(), torch.utils.data.WeightedRandomSampler(torch.ones(8), 8)
+        loader = torch.utils.data.DataLoader(data, 4, sampler=sampler)
+        """,
+        between="data.shown = ckpt.carry('shown', data.shown)",
+        given=", loader=loader",
+        names=("data.labels", "sampler.weights"),
+        in_function=False,
+    ),
+    "momenta that a loop of their own changes": Case(
+        """
+        for step in range(start, 8):
+            model.zero_grad()
+            model(batch()).square().mean().backward()
+            with torch.no_grad():
+                for parameter, momentum in zip(weights, momenta):
+                    momentum.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(0.1 * momentum)
+                for value in [torch.zeros(1)]:
+                    value.add_(1)
+            ckpt.step(step)
+        """,
+        before="weights = list(model.parameters()); momenta = [torch.zeros_like(p) for p in weights]",
+        names=("momenta",),
+    ),
+    "sampler that counts its epochs": Case(
+        """
+        for epoch in range(start, 4):
+            settable.set_epoch(epoch)
+            for (x,), (y,) in zip(loader, other):
+                train(x)
+            ckpt.step(epoch)
+        """,
+        before="""
+        class Order(torch.utils.data.Sampler):
+            def __init__(self):
+                self.epoch, self.asked = 0, 0
+            def __len__(self):
+                self.asked += 1
+                return 6
+            def __iter__(self):
+                self.epoch += 1
+                return iter(random.Random(self.epoch).sample(range(40), 6))
+        class Settable(Order):
+            def set_epoch(self, epoch):
+                self.epoch = epoch
+        settable = Settable()
+        loader = torch.utils.data.DataLoader(rows, 3, sampler=Order())
+        other = torch.utils.data.DataLoader(rows, 3, sampler=settable)
+        """,
+        given=", loader=loader, other=other",
+        names=("loader.sampler.epoch",),
+    ),
 }

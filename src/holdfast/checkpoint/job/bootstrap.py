@@ -174,7 +174,7 @@ def assemble(
         lineage=tuple((number, Version.parse(text) if text else None) for number, text in registered["lineage"]),
     )
     if not no_keeper:
-        collectives.together(group, lambda: link.assemble(assembly))
+        collectives.together(group, lambda: link.assemble(assembly, storage.key_id))
     link.assembled(assembly)
     wish = VersionOverride(Version.parse(registered["back"]), registered["ends"])
     return Job(group, assembly, config.ranks_per_reader, no_keeper, wish)
@@ -214,11 +214,12 @@ def _meet(group: Ranks, root: str, config: Config, key_id: str) -> Topology:
     """Return who runs where.
 
     Raises:
-        UsageError: the ranks are not of one job, or name different redundancy. ConfigError: they have different keys.
+        UsageError: the ranks are not of one job, or name different redundancy or retention. ConfigError: they have different keys.
     """
     node, job = place_of(root, config).node, [absolute_root(root), config.run_id]
+    kept = f"keep_last {config.keep_last}, keep_every {config.keep_every!r}"
     rows = collectives.gather_json(
-        group, [*job, node, config.rack_label, config.backup_node, config.redundancy, key_id]
+        group, [*job, node, config.rack_label, config.backup_node, config.redundancy, key_id, kept]
     )
     different = sorted({(row[0], row[1]) for row in rows})
     if len(different) > 1:
@@ -226,10 +227,11 @@ def _meet(group: Ranks, root: str, config: Config, key_id: str) -> Topology:
             f"the ranks name different jobs: {' and '.join(f'{path} (run {run})' for path, run in different)}",
             remedy="give every rank the same path and run id",
         )
-    if len(ways := sorted({row[5] for row in rows})) > 1:
-        raise UsageError(
-            f"the ranks name different redundancy: {' and '.join(ways)}", remedy="give every rank the same"
-        )
+    for what, column in (("redundancy", 5), ("retention", 7)):
+        if len(ways := sorted({row[column] for row in rows})) > 1:
+            raise UsageError(
+                f"the ranks name different {what}: {' and '.join(ways)}", remedy="give every rank the same"
+            )
     _require_one_key([(row[2], row[6]) for row in rows])
     nodes = tuple(dict.fromkeys(row[2] for row in rows))
     firsts = [next(row for row in rows if row[2] == node) for node in nodes]

@@ -65,6 +65,21 @@ def changed_late(loop: Loop, call: ast.Call, number: ast.expr | None, lives: set
     return found
 
 
+def placed_behind(loop: Loop, without: set[str]) -> dict[str, int]:
+    """Returns path -> line of each attribute that a turn sets behind an inner loop: a dataset may hand it out in the next turn.
+
+    Args:
+        loop: the loop.
+        without: paths that are told elsewhere, or passed to `step`.
+    """
+    found: dict[str, int] = {}
+    first = next((at for at, part in enumerate(loop.body) if isinstance(part, Loop)), len(loop.body))
+    for node in (part for statement in loop.body[first + 1 :] for part in _parts(statement)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node) not in without:
+            found.setdefault(ast.unparse(node), node.lineno)
+    return found
+
+
 def frozen_once(loop: Loop, known: set[str], functions: Functions) -> int | None:
     """Returns the line that sets `requires_grad` in one turn alone, of `if epoch == 3:`; None if there is none, or if other turns set it too.
 

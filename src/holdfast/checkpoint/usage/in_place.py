@@ -12,12 +12,14 @@ import ast
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, stored
+from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, loaded, stored
 
 # Methods that change what they are called of; those of tensors end with an underscore.
 CHANGES = {
     "append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear", "update", "setdefault", "sort", "reverse",
 }  # fmt: skip
+# Functions that change their first argument.
+_CHANGING = {"shuffle", "heappush", "heappop", "heapify", "heapreplace", "heappushpop"}
 # How deep calls are followed.
 MAX_DEPTH = 3
 _NO_FUNCTIONS = Functions(ast.Module([], []))
@@ -109,7 +111,17 @@ class _Dotted(ast.NodeTransformer):
 
 
 def _changes(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, int]]:
-    """Yields path and line of what is changed: attributes that are set, items, and what methods change."""
+    """Yields path and line of what is changed: attributes that are set, items, and what methods change.
+
+    What a loop gets from a name counts for that name: `for momentum in momenta: momentum.mul_(0.9)`.
+    """
+    inner = [node for top in nodes for node in ast.walk(top) if isinstance(node, ast.For)]
+    for path, line in _changes_here(nodes):
+        yield path, line
+        yield from ((name, line) for loop in inner if path in stored([loop.target]) for name in loaded([loop.iter]))
+
+
+def _changes_here(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, int]]:
     for top in nodes:
         for node in ast.walk(top):
             path = ""
@@ -121,8 +133,14 @@ def _changes(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, int]]:
                 path = _root(node.value)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_writing(node.func.attr):
                 path = _root(node.func.value)
+            elif isinstance(node, ast.Call) and node.args and _last_word(node.func) in _CHANGING:
+                path = _root(node.args[0])
             if path:
                 yield path, getattr(node, "lineno", 0)
+
+
+def _last_word(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def is_writing(method: str) -> bool:

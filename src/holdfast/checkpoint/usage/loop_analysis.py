@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from holdfast.checkpoint.usage.behind_step import changed_late, frozen_once, is_by_number, left_behind
+from holdfast.checkpoint.usage.behind_step import changed_late, frozen_once, is_by_number, left_behind, placed_behind
 from holdfast.checkpoint.usage.in_place import changed_in_place
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
@@ -49,6 +49,7 @@ class Around:
         frozen: the line that sets `requires_grad` in one turn alone; None if there is none.
         numbered: those of `lives` that are set by how far the loop has come.
         begins: name -> value, of each name that the text sets once outside of the loops, to a number or to None, if these do not restore.
+        placed: path -> line, of each attribute that a turn sets behind an inner loop and that is not passed to `step`.
     """
 
     line: int
@@ -69,6 +70,7 @@ class Around:
     frozen: int | None = None
     numbered: frozenset[str] = frozenset()
     begins: Mapping[str, object] = field(default_factory=dict)
+    placed: Mapping[str, int] = field(default_factory=dict)
 
 
 def around(source: str, line: int, *, told: bool = True) -> Around | None:
@@ -123,6 +125,7 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
         next((at for loop in loops if (at := frozen_once(loop, known, functions)) is not None), None),
         frozenset(name for name in lines if any(is_by_number(loop, name) for loop in loops)),
         {} if any(map(_is_restored, ast.walk(loops[0]))) else dict(_beginnings(scope, loops[0])),
+        {path: at for loop in loops for path, at in placed_behind(loop, elsewhere | changed.keys()).items()},
     )
 
 
@@ -154,6 +157,7 @@ def from_outside(source: str, line: int, inner_source: str, inner_line: int) -> 
         told=tuple(map(ast.unparse, (*call.args, *call.keywords))),
         lives={name: at for name, at in found.lives.items() if name not in passed},
         changed={path: at for path, at in found.changed.items() if path.rpartition(".")[2] not in passed},
+        placed={path: at for path, at in found.placed.items() if path.rpartition(".")[2] not in passed},
         ends={name: each for name, each in found.ends.items() if name not in passed},
     )
 

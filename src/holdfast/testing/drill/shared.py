@@ -92,6 +92,8 @@ class Setup:
             overlap=self.trial.overlap,
             begin_timeout_s=0.1 if self.plan.skew else 0.3 if self.plan.aim else 1.0,
             node_label=f"n{self.rank}",
+            # A second copy would hide what one node has lost, if it was quick enough.
+            redundancy="none" if any(life.skew for life in self.trial.lives) else "replica",
             runtime_dir=f"{self.sandbox}/r",
             linger_s=60.0,
             close_timeout_s=CLOSE_S,

@@ -1,0 +1,63 @@
+"""All nodes of a job encrypt with one key and keep the same versions, or the job does not begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.base.config import Config
+from holdfast.base.errors import ConfigError, HoldfastError, UsageError
+from holdfast.base.events import Events
+from holdfast.checkpoint.job.bootstrap import assemble
+from holdfast.checkpoint.job.collectives import Ranks
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.version_store import open_storage
+from ranks_kit import on_all
+
+LINK: Any = None  # who is refused has asked no keeper for anything
+
+
+def refused(root: Path, runtime_dir: Path, *settings: dict[str, Any]) -> list[HoldfastError]:
+    """What each rank is told, a node each; nothing was written."""
+    common = {"runtime_dir": str(runtime_dir)}
+    configs = [Config(node_label=f"n{number}", **common, **each) for number, each in enumerate(settings)]
+
+    def begin(group: Ranks) -> None:
+        config = configs[group.rank]
+        storage = open_storage(root, Events(), encryption=KeySource.of(config))
+        assemble(group, str(root), config, storage=storage, link=LINK)
+
+    errors = on_all(len(configs), begin)
+    assert not root.exists()
+    return errors
+
+
+@pytest.mark.parametrize(("second", "told"), [("2" * 64, "has key"), ("", "has none")])
+def test_nodes_with_different_keys_are_refused_before_anything_is_written(
+    second: str, told: str, tmp_path: Path, runtime_dir: Path
+) -> None:
+    """What they wrote would open with no key, and the files of a node without one would be plain."""
+    settings: list[dict[str, Any]] = []
+    for number, secret in enumerate(("1" * 64, second)):
+        key = tmp_path / f"{number}.key"
+        key.write_text(secret)
+        key.chmod(0o600)
+        settings.append({"encryption_key": str(key) if secret else ""})
+    for error in refused(tmp_path / "job", runtime_dir, *settings):
+        assert isinstance(error, ConfigError)
+        assert "the ranks have different encryption keys" in error.what
+        assert f"node n1 {told}" in error.what
+        assert "node n0 has key" in error.what
+
+
+@pytest.mark.parametrize("other", [{"keep_last": 5}, {"keep_every": "1000"}])
+def test_nodes_that_keep_different_versions_are_refused(
+    other: dict[str, Any], tmp_path: Path, runtime_dir: Path
+) -> None:
+    """The node that coordinates would remove what the settings of another one keep."""
+    for error in refused(tmp_path / "job", runtime_dir, {}, other):
+        assert isinstance(error, UsageError)
+        assert "the ranks name different retention" in error.what
+        assert f"{next(iter(other))} {next(iter(other.values()))!r}" in error.what
