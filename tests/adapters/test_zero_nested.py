@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import forked
-from adapters.nested_zoo import CASES, KEPT, Case
+from adapters.nested_zoo import CASES, KEPT, Case, inline
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
 # A sample of all kinds, with one kill each; all others are slow.
@@ -82,6 +82,18 @@ def check(case: Case, kill: str, tmp_path: Path, *, pocket: bool) -> None:
 @pytest.mark.parametrize(("name", "kill"), kills())
 def test_a_script_with_loops_in_loops_is_never_wrong(name: str, kill: str, tmp_path: Path) -> None:
     check(CASES[name], kill, tmp_path, pocket=True)
+
+
+BEST = inline(
+    pre="path = os.environ['MARK'] + '.pt'\ntorch.save(model.state_dict(), path)",
+    behind="if epoch == 0: torch.save(model.state_dict(), path)",
+)
+
+
+def test_weights_that_are_saved_before_the_loop_and_in_it_are_told(tmp_path: Path) -> None:
+    told = live(Case(BEST), tmp_path / "home", str(tmp_path / "root"), "")
+    assert told.returncode == 0, told.stderr
+    assert "mark.pt' is written before the loop and in it: a restart writes it anew" in told.stderr
 
 
 @pytest.mark.usefixtures("runtime_dir")

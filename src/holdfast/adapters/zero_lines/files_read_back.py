@@ -8,18 +8,22 @@ Two habits are wrong behind a restart. A file that is read and then written in t
 again, with what it wrote itself. And a file that the script writes before its loop, and in it, is written anew by a restart: the steps
 that read it find what is no longer so, and who only fills it loses what stood there, which is told.
 
-What is opened is told by Python's own audit events; that a file was written is seen by its time and size, so it does not
-matter who wrote it. Not seen: files that libraries of C open for reading by themselves.
+What is opened is told by Python's own audit events, and by `torch.save`, which opens its file in C; that a file was written is seen by its
+time and size, so it does not matter who wrote it. Not seen: files that other libraries of C open by themselves.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+import torch
 
 # So many files are looked at of one step, and of what was written before the loop.
 MAX_FILES = 64
@@ -105,11 +109,23 @@ class _Hook:
         if not cls._installed:
             cls._installed = True
             sys.addaudithook(cls._heard)
+            torch.save = cls._heard_of(torch.save)
 
     @classmethod
     def forget(cls, watch: FileWatch) -> None:
         if cls._watch is watch:
             cls._watch = None
+
+    @classmethod
+    def _heard_of(cls, save: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(save)
+        def wrapped(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+            watch = cls._watch
+            if watch is not None and isinstance(f, str | os.PathLike):
+                watch.opened(os.fsdecode(f), os.O_WRONLY)
+            save(obj, f, *args, **kwargs)
+
+        return wrapped
 
     @classmethod
     def _heard(cls, event: str, arguments: Any) -> None:
