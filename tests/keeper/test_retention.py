@@ -75,6 +75,28 @@ def test_a_damaged_version_stays_and_keeps_no_other(tmp_path: Path) -> None:
     assert tree(root / str(Version(1, 1))) == damaged
 
 
+def test_a_link_to_what_was_moved_away_stops_nothing(tmp_path: Path) -> None:
+    """Whoever moves a version of `keep_every` to a cheaper disk leaves a link. The disk would fill from then on."""
+    root = tmp_path / "root"
+    store, retention = new_store(root), RetentionRunner(Events())
+
+    def commit(*steps: int) -> list[int]:
+        for step in steps:
+            save(store, Version(1, step))
+            assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), (), keep_every=5)
+            retention.after(store, Version(1, step), assembly, None)
+        return [version.step for version in store.look()[0]]
+
+    assert commit(*range(1, 7)) == [1, 4, 5, 6]
+    moved = root / str(Version(1, 4))
+    moved.rename(tmp_path / "moved")
+    moved.symlink_to("../moved")
+    before = tree(tmp_path / "moved")
+    assert commit(7, 8) == [1, 5, 7, 8]
+    assert moved.is_symlink()
+    assert tree(tmp_path / "moved") == before
+
+
 def test_what_is_pinned_is_not_even_tried(tmp_path: Path) -> None:
     """Storage would refuse to remove it, and every commit from then on would be told as a fault of retention."""
     store = new_store(tmp_path / "root")
