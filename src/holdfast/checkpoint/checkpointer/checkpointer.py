@@ -866,8 +866,23 @@ class Checkpointer:
             logger.warning("not stopping after step %d: %s", handle.version.step, error)
             return
         logger.info("stopping after step %d, as SIGTERM asked for", handle.version.step)
-        self.close()
+        try:
+            self.close()
+        finally:
+            for other in open_checkpointers.opened():
+                if isinstance(other, Checkpointer):
+                    other._secure()
         raise SystemExit(0)
+
+    def _secure(self) -> None:
+        """Another Checkpointer ends the script, which may not come to close this one: the newest version becomes durable."""
+        run = None if self._closed or self._is_forked else self._run
+        if run is None or run.saver.memory is None or (whole := run.whole) is None:
+            return
+        try:
+            self._raise_level(run, whole, Level.DURABLE).wait(Level.DURABLE)
+        except LevelNotReached as error:
+            logger.error("%s: %s", self._root, error)
 
     def _finish(self, run: Run) -> bool:
         """The last step is durable; if its state is not here any more, the newest version that was saved, aloud.
