@@ -37,9 +37,11 @@ class FileWatch:
 
     Args:
         without: directory of the checkpoints, which are no concern of the script's.
+        loads: whether the script may read, behind its loop too, what it has saved by `torch.save`.
     """
 
-    def __init__(self, without: str) -> None:
+    def __init__(self, without: str, *, loads: bool = False) -> None:
+        self._loads, self._saved = loads, set[str]()
         self._without = os.path.join(os.path.abspath(without), "")
         self._owner = (os.getpid(), threading.get_ident())
         self._began_ns = 0
@@ -67,6 +69,9 @@ class FileWatch:
             facts = _facts(path)
             if facts[0] > self._began_ns:
                 self._told = True
+                if self._loads and path in self._saved:
+                    self._reason = self._reason or _anew(path, "which the script may load")
+                    return self._reason, ""
                 warning = (
                     f"{os.path.relpath(path)!r} is written before the loop and in it: a restart writes it anew, without what the "
                     f"steps before it had put there"
@@ -77,6 +82,11 @@ class FileWatch:
     def end(self) -> None:
         """Watches no more."""
         _Hook.forget(self)
+
+    def saves(self, path: str) -> None:
+        """A file is about to be written by `torch.save`."""
+        self._saved.add(os.path.abspath(path))
+        self.opened(path, os.O_WRONLY)
 
     def opened(self, path: str, flags: int) -> None:
         """A file is about to be opened."""
@@ -91,9 +101,7 @@ class FileWatch:
         elif self._began_ns and path not in self._read and len(self._read) < MAX_FILES:
             facts = _facts(path)
             if path in self._written and facts[0] > self._began_ns:
-                self._reason = self._reason or (
-                    f"{os.path.relpath(path)!r}, a file, is written before the loop and in it, and read: a restart writes it anew"
-                )
+                self._reason = self._reason or _anew(path, "and read")
             self._read[path] = facts
 
 
@@ -122,7 +130,7 @@ class _Hook:
         def wrapped(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
             watch = cls._watch
             if watch is not None and isinstance(f, str | os.PathLike):
-                watch.opened(os.fsdecode(f), os.O_WRONLY)
+                watch.saves(os.fsdecode(f))
             save(obj, f, *args, **kwargs)
 
         return wrapped
@@ -137,6 +145,10 @@ class _Hook:
             path = os.fsdecode(path)
         if isinstance(path, str) and isinstance(flags, int):
             watch.opened(path, flags)
+
+
+def _anew(path: str, why: str) -> str:
+    return f"{os.path.relpath(path)!r}, a file, is written before the loop and in it, {why}: a restart writes it anew"
 
 
 def _is_ours(frame: FrameType | None) -> bool:
