@@ -57,6 +57,29 @@ def test_where_storage_is_full_halves_of_dead_incarnations_go_and_nothing_else(t
     assert tree(root) == {name: data for name, data in before.items() if str(Version(1, 9)) not in name}
 
 
+def test_room_is_not_made_of_what_is_pinned_while_another_node_retires_it(tmp_path: Path) -> None:
+    """The other one finds the pin when the commit is gone, and brings the commit back; without its files it would be none."""
+    root = tmp_path / "root"
+    store, other = new_store(root), open_storage(root, Events())
+    for step in range(1, 4):
+        save(store, Version(1, step))
+    assert store.incarnations.register() == 2
+    assembly = Assembly(2, str(root), store.job_id(), Topology(("n", "m"), (0, 1)), ())
+    pins, removed = store.marks.pins, list[Version]()
+
+    def pinned() -> set[Version]:
+        if Version(1, 1) in store.unfinished():
+            other.marks.pin(Version(1, 1))
+            removed.extend(make_room(other, assembly))
+        return pins()
+
+    store.marks.pins = pinned  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="is pinned"):
+        store.retire(Version(1, 1))
+    assert not removed
+    assert verify(open_storage(root, Events()), Version(1, 1))
+
+
 def test_a_damaged_version_stays_and_keeps_no_other(tmp_path: Path) -> None:
     """Nothing proves which of its files are ours. That is said, and the others go all the same."""
     root = tmp_path / "root"
