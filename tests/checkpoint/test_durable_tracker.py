@@ -644,3 +644,22 @@ def test_a_stop_that_one_checkpointer_hears_makes_the_versions_of_another_one_du
     trainees[open_one].train()
     made[open_one].save(there[open_one][-1] + 2).wait("captured", DEADLINE_S)  # a script may still do so behind it
     leave(made[open_one])
+
+
+def test_a_stop_waits_for_the_next_keeper_of_another_checkpointer(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are in this process alone when the keeper has died, and go with it."""
+    trainees = {name: Trainee() for name in "ab"}
+    made = {name: make(trainee, path=tmp_path / name) for name, trainee in trainees.items()}
+    for name, each in made.items():
+        each.restore()
+        trainees[name].train()
+        each.save(0).wait("captured", DEADLINE_S)
+    other, link = made["b"], made["b"]._run.link
+    psutil.Process(other.keeper_status()["pid"]).kill()
+    eventually(lambda: link.client is None)
+    with pytest.raises(SystemExit):
+        made["a"]._stop(made["a"]._run.last)
+    assert [version.step for version in versions(tmp_path / "b")] == [0]
+    leave(other)

@@ -879,8 +879,9 @@ class Checkpointer:
         run = None if self._closed or self._is_forked else self._run
         if run is None or run.saver.memory is None or (whole := run.whole) is None:
             return
+        run.link.wait_mended(self._config.close_timeout_s)
         try:
-            self._raise_level(run, whole, Level.DURABLE).wait(Level.DURABLE)
+            self._wait_for(run, self._raise_level(run, whole, Level.DURABLE))
         except LevelNotReached as error:
             logger.error("%s: %s", self._root, error)
 
