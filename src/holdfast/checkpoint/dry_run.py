@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -201,6 +202,8 @@ def _without_memory(place: Place) -> Iterator[None]:
     _keep_meshes_real()
     _without_reducer()
     _let_modules_change()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::scatter_", "Meta"):
+        importlib.import_module("torch.distributed._tools.fake_collectives")  # it registers them for torch 2.10
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
