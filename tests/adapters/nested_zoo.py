@@ -1000,6 +1000,14 @@ model.learn(dataset.tensors[0][:8], dataset.tensors[0][8:16])
         pre="path = os.environ['MARK'] + '.rate'\nopen(path, 'w').write('1')",
         body="rate = float(open(path).read())", behind="if epoch == 1: open(path, 'w').write('0.5')",
     ), "is written before the loop and in it, and read", kills=("2,3",), scale="float(open(path).read())"),
+    "weights of the best epoch in a file that is begun before the loop": Case(inline(
+        pre="path = os.environ['MARK'] + '.pt'\ntorch.save(model.state_dict(), path)",
+        behind="if epoch == 1: model.load_state_dict(torch.load(path))\nelse: torch.save(model.state_dict(), path)",
+    ), "is written before the loop and in it", kills=("2,3",)),
+    "weights of the best epoch that are loaded behind the loop": Case(inline(
+        pre="path = os.environ['MARK'] + '.pt'\ntorch.save(model.state_dict(), path)",
+        behind="if epoch == 0: torch.save(model.state_dict(), path)",
+    ) + "\nmodel.load_state_dict(torch.load(path))", "is written before the loop and in it", kills=("2,3",)),
     "object of a library that counts": Case(inline(
         pre="import textwrap\nwrapper = textwrap.TextWrapper()", body="wrapper.width += 1",
     ), kills=("0,4", "2,3"), scale="(1 + wrapper.width / 100)"),

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from holdfast.adapters.zero_lines.launcher import ScriptLauncher
 from holdfast.adapters.zero_lines.nested.nested_loop import KeptLoops
 from holdfast.adapters.zero_lines.nested.nested_objects import collect
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, find_nested
+from holdfast.adapters.zero_lines.nested.nested_state import NestedState
 from holdfast.adapters.zero_lines.objects import Kept
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.adapters.zero_lines.script_text import HOOK
@@ -75,6 +77,25 @@ def test_the_loop_is_found_with_what_lives_from_step_to_step() -> None:
     assert sorted(site.lives) == ["best", "best_step", "total"]
     assert {"net", "data", "optimizer", "train"} <= set(found.used)
     assert not {"now", "text"} & set(site.lives)
+
+
+@pytest.mark.parametrize(
+    ("behind", "world", "is_alike"),
+    [
+        ("print(step, loss.item())", 2, True),
+        ("print(seen)", 2, False),  # which one rank may have as a number and another as what cannot be carried
+        ("print(seen)", 1, True),
+        ("print(model.weight.grad)", 2, False),
+    ],
+)
+def test_all_ranks_or_none_have_the_last_step_in_a_version(behind: str, world: int, is_alike: bool) -> None:
+    """One rank that left it out would have the others wait for its part when they close, for minutes."""
+    nest = find_nested(PLAIN + f"    loss = seen = look()\n{behind}\n")
+    assert isinstance(nest, Nest)
+    (site,) = nest.sites
+    entry: Any = SimpleNamespace(site=site, drawn="", items=SimpleNamespace(size=10))
+    group: Any = SimpleNamespace(rank=0, world_size=world)
+    assert NestedState(nest, entry, {}, group).is_alike(entry) == is_alike
 
 
 def named(**more: object) -> dict[str, object]:

@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import forked
 from adapters.nested_zoo import CASES, KEPT, Case
+from holdfast.adapters.zero_lines.files_read_back import FileWatch
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
 # A sample of all kinds, with one kill each; all others are slow.
@@ -82,6 +85,21 @@ def check(case: Case, kill: str, tmp_path: Path, *, pocket: bool) -> None:
 @pytest.mark.parametrize(("name", "kill"), kills())
 def test_a_script_with_loops_in_loops_is_never_wrong(name: str, kill: str, tmp_path: Path) -> None:
     check(CASES[name], kill, tmp_path, pocket=True)
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_weights_that_are_saved_before_the_loop_and_in_it_are_told(tmp_path: Path, *, loads: bool) -> None:
+    watch, path = FileWatch(str(tmp_path / "root"), loads=loads), tmp_path / "best.pt"
+    try:
+        torch.save({}, path)
+        watch.loop_begins()
+        torch.save({}, path)
+        os.utime(path, (2 * time.time(), 2 * time.time()))  # clocks of files are coarse
+        reason, warning = watch.step_made()
+    finally:
+        watch.end()
+    assert "best.pt' is written before the loop and in it" in warning if not loads else not warning
+    assert "which the script may load" in reason if loads else not reason
 
 
 @pytest.mark.usefixtures("runtime_dir")

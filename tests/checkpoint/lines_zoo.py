@@ -1430,4 +1430,32 @@ CASES = {
         before="weights = list(model.parameters()); momenta = [torch.zeros_like(p) for p in weights]",
         names=("momenta",),
     ),
+    "sampler that counts its epochs": Case(
+        """
+        for epoch in range(start, 4):
+            settable.set_epoch(epoch)
+            for (x,), (y,) in zip(loader, other):
+                train(x)
+            ckpt.step(epoch)
+        """,
+        before="""
+        class Order(torch.utils.data.Sampler):
+            def __init__(self):
+                self.epoch, self.asked = 0, 0
+            def __len__(self):
+                self.asked += 1
+                return 6
+            def __iter__(self):
+                self.epoch += 1
+                return iter(random.Random(self.epoch).sample(range(40), 6))
+        class Settable(Order):
+            def set_epoch(self, epoch):
+                self.epoch = epoch
+        settable = Settable()
+        loader = torch.utils.data.DataLoader(rows, 3, sampler=Order())
+        other = torch.utils.data.DataLoader(rows, 3, sampler=settable)
+        """,
+        given=", loader=loader, other=other",
+        names=("loader.sampler.epoch",),
+    ),
 }

@@ -6,16 +6,20 @@ import json
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forked
 from holdfast.checkpoint.entries import carried_tensors, fsdp1, gradients_part, living_gradients
+from holdfast.checkpoint.state.training_state import State
 from kit.checkpointers import Make
 
 WORKER = str(Path(__file__).with_name("accumulation_worker.py"))
@@ -455,6 +459,74 @@ def test_of_each_parameter_it_is_looked_whether_the_script_clears_what_it_used()
             part.stepped(optimizer)
         part.note()
     assert [*part._living] == ["3"]
+
+
+@pytest.mark.parametrize(("way", "lives"), [("data", False), ("half", True)])
+def test_what_is_written_before_the_next_backward_pass_is_cleared_only_if_it_is_zero(way: str, lives: bool) -> None:
+    """`p.grad.data.zero_()` is no write that torch counts, and `p.grad.mul_(0.5)` is one that clears nothing."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list)
+    for _ in range(4):
+        if parameter.grad is not None:
+            _ = parameter.grad.data.zero_() if way == "data" else parameter.grad.mul_(0.5)
+        parameter.sum().backward()
+        optimizer.step()
+        part.stepped(optimizer)
+        part.note()
+    assert bool(part._living) == lives
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("way", ["fsdp", "buckets"])
+@pytest.mark.parametrize("clears", [False, True])
+def test_it_is_seen_of_a_wrapped_model_whether_the_script_clears_its_gradients(way: str, clears: bool) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    if way == "fsdp":
+        fully_shard(model[0])
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+    state.trained()
+    for _ in range(5):
+        if clears:
+            optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+        state.stepped(optimizer)
+        state.gradients.note()
+    assert bool(state.gradients._living) == (not clears)
+
+
+def test_what_a_backward_pass_behind_the_step_gave_is_brought_back_and_not_told_as_lost(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of the discriminator of a GAN: the step of the generator adds to what its own step has used."""
+    for begin, end in ((0, 1), (1, 4)):
+        torch.manual_seed(3)
+        makes, judges = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (judges, makes)]
+        checkpointer: Any = make(judges=judges, makes=makes, optimizers=optimizers, every="1")
+        assert checkpointer.restore() == begin
+        for number in range(begin, end):
+            for optimizer, sign in zip(optimizers, (1, -2), strict=True):
+                optimizer.zero_grad(set_to_none=False)
+                made = makes(torch.ones(2, 4))
+                judges(made.detach() if sign > 0 else made).square().mean().mul(sign).backward()
+                optimizer.step()
+            checkpointer.step(number)
+        checkpointer.close()
+    assert "does not clear" not in caplog.text.replace("this script does not clear gradients that", "")
 
 
 def weights_of_losses(make: Make, at: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -823,6 +823,33 @@ def test_a_durable_version_is_still_durable_after_close(make: Make) -> None:
     assert handle.durable == (True, "")
 
 
+def test_a_key_that_changes_in_the_middle_of_a_job_is_not_written_with(make: Make, tmp_path: Path) -> None:
+    """The next keeper reads the file again. What two keys wrote would be called durable, and open with none."""
+    key = tmp_path / "job.key"
+    key.touch(mode=0o600)
+    key.write_text("1" * 64)
+    trainee = Trainee()
+    checkpointer = make(trainee, encryption_key=str(key))
+    checkpointer.restore()
+    checkpointer.save(0, "durable").wait(timeout_s=60)
+    key.write_text("2" * 64)
+    names: list[str] = []
+    checkpointer.events.subscribe(lambda event: names.append(event.name))
+    kill_keeper(checkpointer)
+    trainee.train()
+    assert checkpointer.save(1).given_up
+    eventually(lambda: "memory_level_back" in names)
+    saved = checkpointer.save(2, "durable")
+    with pytest.raises(LevelNotReached, match="another one by now"):
+        saved.wait("durable", 5.0)
+    key.write_text("1" * 64)
+    trainee.train()
+    checkpointer.save(3, "durable").wait(timeout_s=60)
+    checkpointer.close()
+    again = make(Trainee(), encryption_key=str(key))
+    assert again.restore() == 4
+
+
 def test_a_keeper_of_an_earlier_start_writes_with_the_key_of_this_one(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -616,3 +616,31 @@ def test_a_place_with_a_cut_chain_says_so_and_the_next_copy_mends_it(make: Make,
     far = open_storage(place, Events())
     assert far.incarnations.lineage() == open_storage(job, Events()).incarnations.lineage()
     assert Lineage(far.incarnations.lineage()).cut is None
+
+
+def test_a_stop_that_one_checkpointer_hears_makes_the_versions_of_another_one_durable(
+    make: Make, tmp_path: Path
+) -> None:
+    """The script ends in the `step` of the first, and comes to no step and no end of the second."""
+    trainees = {name: Trainee() for name in "ab"}
+    made = {name: make(trainee, path=tmp_path / name, every="1") for name, trainee in trainees.items()}
+    for each in made.values():
+        each.restore()
+
+    def run() -> None:
+        for step in range(1000):
+            for name, each in made.items():
+                trainees[name].train()
+                each.step(step)
+            if step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 0
+    there = {name: [version.step for version in versions(tmp_path / name)] for name in made}
+    assert there["a"][-1] - there["b"][-1] in (0, 1), there
+    (open_one,) = (name for name in made if not made[name]._closed)
+    trainees[open_one].train()
+    made[open_one].save(there[open_one][-1] + 2).wait("captured", DEADLINE_S)  # a script may still do so behind it
+    leave(made[open_one])

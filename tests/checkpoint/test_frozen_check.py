@@ -157,3 +157,25 @@ def test_a_version_without_it_is_taken(caplog: pytest.LogCaptureFixture) -> None
         restore(second.state, first.saved())
         second.step()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+def test_two_halves_that_take_turns_by_the_number_of_the_step_are_told_nothing(
+    steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(life: Life, begin: int, end: int) -> None:
+        for number in range(begin, end):
+            life.model[0].requires_grad_(number % 2 == 0)
+            life.model[1].requires_grad_(number % 2 == 1)
+            life.step()
+
+    first = Life()
+    train(first, 0, steps + 1)
+    second = Life()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, first.saved())
+        train(second, steps + 1, steps + 2)
+        third = Life()
+        restore(third.state, second.saved())
+        train(third, steps + 2, steps + 3)
+    assert not caplog.records

@@ -137,3 +137,33 @@ def test_a_keeper_that_a_signal_stops_while_it_is_waited_for_is_continued_and_to
     assert "the keeper of this node does not answer" in caplog.text
     assert newest(tmp_path / "job") == Version(1, 0)
     leave(checkpointer)
+
+
+@pytest.mark.parametrize("fate", ["killed", "stopped"])
+def test_flush_waits_for_no_keeper_that_is_gone_or_stopped(make: Make, tmp_path: Path, fate: str) -> None:
+    """Nobody but a save looked for the next one, and no save comes while this waits."""
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    keeper = keeper_of(checkpointer)
+    keeper.suspend()
+    eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+    checkpointer.save(0, "durable")
+    if fate == "killed":
+        keeper.kill()
+    checkpointer.flush(DEADLINE_S)
+    assert newest(tmp_path / "job") == Version(1, 0)
+    leave(checkpointer)
+
+
+def test_what_is_durable_is_told_once_whoever_is_asked_again(make: Make) -> None:
+    trainee, told = Trainee(), list[Version]()
+    checkpointer = make(trainee, on_durable=lambda version, _: told.append(version))
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0, "durable").wait("durable", DEADLINE_S)
+    checkpointer.flush(DEADLINE_S)
+    checkpointer.close()
+    assert told == [Version(1, 0)]

@@ -8,18 +8,22 @@ Two habits are wrong behind a restart. A file that is read and then written in t
 again, with what it wrote itself. And a file that the script writes before its loop, and in it, is written anew by a restart: the steps
 that read it find what is no longer so, and who only fills it loses what stood there, which is told.
 
-What is opened is told by Python's own audit events; that a file was written is seen by its time and size, so it does not
-matter who wrote it. Not seen: files that libraries of C open for reading by themselves.
+What is opened is told by Python's own audit events, and by `torch.save`, which opens its file in C; that a file was written is seen by its
+time and size, so it does not matter who wrote it. Not seen: files that other libraries of C open by themselves.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+import torch
 
 # So many files are looked at of one step, and of what was written before the loop.
 MAX_FILES = 64
@@ -33,9 +37,11 @@ class FileWatch:
 
     Args:
         without: directory of the checkpoints, which are no concern of the script's.
+        loads: whether the script may read, behind its loop too, what it has saved by `torch.save`.
     """
 
-    def __init__(self, without: str) -> None:
+    def __init__(self, without: str, *, loads: bool = False) -> None:
+        self._loads, self._saved = loads, set[str]()
         self._without = os.path.join(os.path.abspath(without), "")
         self._owner = (os.getpid(), threading.get_ident())
         self._began_ns = 0
@@ -63,6 +69,9 @@ class FileWatch:
             facts = _facts(path)
             if facts[0] > self._began_ns:
                 self._told = True
+                if self._loads and path in self._saved:
+                    self._reason = self._reason or _anew(path, "which the script may load")
+                    return self._reason, ""
                 warning = (
                     f"{os.path.relpath(path)!r} is written before the loop and in it: a restart writes it anew, without what the "
                     f"steps before it had put there"
@@ -73,6 +82,11 @@ class FileWatch:
     def end(self) -> None:
         """Watches no more."""
         _Hook.forget(self)
+
+    def saves(self, path: str) -> None:
+        """A file is about to be written by `torch.save`."""
+        self._saved.add(os.path.abspath(path))
+        self.opened(path, os.O_WRONLY)
 
     def opened(self, path: str, flags: int) -> None:
         """A file is about to be opened."""
@@ -87,9 +101,7 @@ class FileWatch:
         elif self._began_ns and path not in self._read and len(self._read) < MAX_FILES:
             facts = _facts(path)
             if path in self._written and facts[0] > self._began_ns:
-                self._reason = self._reason or (
-                    f"{os.path.relpath(path)!r}, a file, is written before the loop and in it, and read: a restart writes it anew"
-                )
+                self._reason = self._reason or _anew(path, "and read")
             self._read[path] = facts
 
 
@@ -105,11 +117,23 @@ class _Hook:
         if not cls._installed:
             cls._installed = True
             sys.addaudithook(cls._heard)
+            torch.save = cls._heard_of(torch.save)
 
     @classmethod
     def forget(cls, watch: FileWatch) -> None:
         if cls._watch is watch:
             cls._watch = None
+
+    @classmethod
+    def _heard_of(cls, save: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(save)
+        def wrapped(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+            watch = cls._watch
+            if watch is not None and isinstance(f, str | os.PathLike):
+                watch.saves(os.fsdecode(f))
+            save(obj, f, *args, **kwargs)
+
+        return wrapped
 
     @classmethod
     def _heard(cls, event: str, arguments: Any) -> None:
@@ -121,6 +145,10 @@ class _Hook:
             path = os.fsdecode(path)
         if isinstance(path, str) and isinstance(flags, int):
             watch.opened(path, flags)
+
+
+def _anew(path: str, why: str) -> str:
+    return f"{os.path.relpath(path)!r}, a file, is written before the loop and in it, {why}: a restart writes it anew"
 
 
 def _is_ours(frame: FrameType | None) -> bool:

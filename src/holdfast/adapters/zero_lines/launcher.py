@@ -74,7 +74,7 @@ class ScriptLauncher:
                 Proposer.end_all()
                 finder.remove()
             return
-        files = FileWatch(self._root)
+        files = FileWatch(self._root, loads=(found.nest if isinstance(found, OwnLoops) else found).reads_files)
         try:
             self._run_nest(path, found, order, files)
         finally:

@@ -15,6 +15,7 @@ HOLDFAST_DISABLE=1 the object does nothing: the script trains from the start as 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -66,6 +67,7 @@ from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions import step_numbers
+from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.read_limit import ReadLimit
@@ -446,7 +448,21 @@ class Checkpointer:
         run, began = self._running(), time.monotonic()
         timeout_s = self._config.close_timeout_s if timeout_s is None else as_seconds(timeout_s)
         run.saver.settle(timeout_s)
-        run.durables.flush(max(0.0, timeout_s - (time.monotonic() - began)))
+        if run.saver.memory is not None:
+            run.link.wait_mended(timeout_s)
+        asked: KeeperClient | None = None
+
+        def meanwhile() -> None:
+            nonlocal asked
+            if run.saver.memory is None:
+                return
+            run.link.mend()  # a keeper that died is missed by nobody else
+            client, last = run.link.client, run.last
+            if client is not asked and last is not None and last.level is Level.DURABLE:
+                asked = client
+                self._ask_again(run, last)
+
+        run.durables.flush(max(0.0, timeout_s - (time.monotonic() - began)), meanwhile)
 
     def settle(self) -> None:
         """Waits until the copy of the last save is complete, or given up; after that parameters may be written at will.
@@ -827,11 +843,9 @@ class Checkpointer:
         run.schedule.saved(step, durable=durable)
         return handle
 
-    def _raise_level(
-        self, run: Run, handle: SaveHandle, level: Level, also_to: Sequence[str] = (), *, anew: bool = False
-    ) -> SaveHandle:
-        """The version exists already: it is not copied twice, only made due for storage if that is new, or the keeper is (`anew`)."""
-        if level is Level.DURABLE and (handle.level is not Level.DURABLE or anew) and not handle.given_up:
+    def _raise_level(self, run: Run, handle: SaveHandle, level: Level, also_to: Sequence[str] = ()) -> SaveHandle:
+        """The version exists already: it is not copied twice, only made due for storage if that is new."""
+        if level is Level.DURABLE and handle.level is not Level.DURABLE and not handle.given_up:
             run.saver.settle()  # the keeper must have heard of it
             try:
                 run.link.require().persist(handle.version)
@@ -852,8 +866,23 @@ class Checkpointer:
             logger.warning("not stopping after step %d: %s", handle.version.step, error)
             return
         logger.info("stopping after step %d, as SIGTERM asked for", handle.version.step)
-        self.close()
+        try:
+            self.close()
+        finally:
+            for other in open_checkpointers.opened():
+                if isinstance(other, Checkpointer):
+                    other._secure()
         raise SystemExit(0)
+
+    def _secure(self) -> None:
+        """Another Checkpointer ends the script, which may not come to close this one: the newest version becomes durable."""
+        run = None if self._closed or self._is_forked else self._run
+        if run is None or run.saver.memory is None or (whole := run.whole) is None:
+            return
+        try:
+            self._raise_level(run, whole, Level.DURABLE).wait(Level.DURABLE)
+        except LevelNotReached as error:
+            logger.error("%s: %s", self._root, error)
 
     def _finish(self, run: Run) -> bool:
         """The last step is durable; if its state is not here any more, the newest version that was saved, aloud.
@@ -916,10 +945,7 @@ class Checkpointer:
         deadline = time.monotonic() + self._config.close_timeout_s
         while True:
             client = run.link.last_client
-            if (
-                run.saver.memory is not None
-            ):  # the keeper that was asked may have died before it heard, and this be the next
-                last = self._raise_level(run, last, Level.DURABLE, anew=True)
+            self._ask_again(run, last)
             try:
                 last.wait(Level.DURABLE)
             except LevelNotReached as error:
@@ -936,6 +962,14 @@ class Checkpointer:
                 last = self._raise_level(run, whole, Level.DURABLE)
             else:
                 return last
+
+    @staticmethod
+    def _ask_again(run: Run, handle: SaveHandle) -> None:
+        """A keeper that was asked to store a version may have died before it heard of that, and the one of now be the next."""
+        client = run.link.client
+        if run.saver.memory is not None and client is not None and not handle.given_up:
+            with contextlib.suppress(KeeperLost):
+                client.persist(handle.version)
 
     def _after_next_keeper(self, run: Run, last: SaveHandle) -> SaveHandle | None:
         """The keeper died while `last` was waited for: the next one has it from our slots, or it is saved again.

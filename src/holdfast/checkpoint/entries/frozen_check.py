@@ -4,6 +4,9 @@ A loop that thaws a layer at a step does so once. A restart behind that step has
 script makes it: training ends otherwise, and nothing failed. So a version has the names of the parameters that were frozen or thawed since the
 script began. Behind a restore the first step of their optimizer shows whether the script has done so again; what it has not is told by name.
 
+A parameter that went back to how it began is set again and again, by the number of the step, as where two halves of a model take turns. Nothing
+is told of it.
+
 Parameters count as they are at the steps of their optimizer: a loop over two models may freeze one while the other learns. Nothing is
 changed: what wraps a model behind `restore()` asks what is trained, and a script may have decided by itself.
 """
@@ -43,8 +46,8 @@ class FrozenCheck(TransientPart):
         self._names: dict[int, str] = {}  # of parameters, by id
         self._seen: dict[int, list[bool]] = {}  # by optimizer, whether each parameter was trained at its last step
         self._trained: dict[str, bool] = {}  # the same by name
-        self._changed: dict[str, bool] = {}  # of these, what is not as it began
-        self._offered: dict[str, bool] = {}  # what the version that is being restored says
+        self._changed: dict[str, bool | None] = {}  # of these, what is not as it began; None: it was, and went back
+        self._offered: dict[str, bool | None] = {}  # what the version that is being restored says
         self._due: dict[str, bool] = {}  # how it has them that the restore found otherwise
 
     def build(self, out: Collector) -> None:
@@ -63,8 +66,11 @@ class FrozenCheck(TransientPart):
             return
         self._seen[id(optimizer)] = trained
         now = {name: each for p, each in zip(parameters, trained, strict=True) if (name := self._names.get(id(p)))}
+        back = {name for name, each in now.items() if self._trained.get(name, each) != each == self.began.get(name)}
+        turns = dict.fromkeys({*back, *(name for name, each in self._changed.items() if each is None)})
         self._trained.update(now)
-        self._changed = {name: each for name, each in self._trained.items() if self.began.get(name, each) != each}
+        changed = {name: each for name, each in self._trained.items() if self.began.get(name, each) != each}
+        self._changed = {**changed, **turns}
         due = {name: self._due.pop(name) for name in now.keys() & self._due.keys()}
         if missed := sorted(name for name, each in due.items() if now[name] != each):
             was, is_now = ("trained", "frozen") if due[missed[0]] else ("frozen", "trained")
@@ -93,11 +99,12 @@ class FrozenCheck(TransientPart):
     def apply(self, loading: Loading) -> None:  # noqa: ARG002
         """Notes what is not as the version has it: the loop may do it again before the next step."""
         began = self.began if self._again else {}  # of this process, which may have changed more than the version knows
-        saved = {**began, **self._offered}
+        saved: dict[str, bool | None] = {**began, **self._offered}
         now = {name: p.requires_grad for p in self._parameters() if (name := self._names.get(id(p)))}
-        self._due = {name: each for name, each in saved.items() if now.get(name, each) != each}
+        self._due = {name: each for name, each in saved.items() if each is not None and now.get(name, each) != each}
         self._again, self._seen = True, {}
-        self._trained, self._changed = dict(self._offered), dict(self._offered)
+        self._changed = dict(self._offered)
+        self._trained = {name: each for name, each in self._offered.items() if each is not None}
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]]

@@ -16,8 +16,8 @@ the last looks at all of them found nothing either. Where that does not hold, al
 is saved then. What a backward pass behind the step gives to parameters outside of the sample alone is found at the next look at all.
 
 A script may also never clear what was used, or not at each step, or not all of it. A gradient that is the same tensor at two optimizer steps
-is looked at behind this step and behind the next, when a backward pass begins to add to it: if nobody has written to it by then, it lives
-from there on.
+is looked at behind this step and behind the next, when a backward pass begins to add to it: if it is not zero by then, it lives
+from there on. Of one on a device no number is looked at: it lives if nobody has written to it.
 
 MUST NOT hold a gradient: its memory is the script's to free.
 """
@@ -89,6 +89,7 @@ class GradientsPart(TransientPart):
         self._looks: dict[int, int] = {}  # by a parameter's id: at whether the script clears what it used
         self._uncleared: set[int] = set()  # those of which it does not
         self._is_back = self._is_told = False  # a version was restored; it was told that it lacks such a gradient
+        self._brought: set[int] = set()  # ids of parameters whose gradient it had
         self._sample: dict[int, torch.Tensor] = {}  # by id: those looked at since the last report
         self._stepped: set[int] = set()  # optimizers since the last report, by id
         self._reports = self._plain = 0
@@ -230,7 +231,9 @@ class GradientsPart(TransientPart):
         # Those that were used up too: the next backward pass would add to them.
         for parameter in self._parameters().values():
             living_gradients.clear(parameter)
-        living_gradients.put(list(self._parameters().values()), saved.get("gradients", {}))
+        living = saved.get("gradients", {})
+        living_gradients.put(list(self._parameters().values()), living)
+        self._brought = {key for number, key in enumerate(self._parameters()) if str(number) in living}
         all_but, names = saved.get("zero") or (False, [])
         named = set(names)
         for key, parameter in self._parameters().items():
@@ -247,13 +250,26 @@ class GradientsPart(TransientPart):
 
         def look(_: torch.Tensor) -> None:
             handle.remove()
-            if parameter.grad is not None and _is(parameter.grad, self._used.get(key)):
+            if self._is_uncleared(parameter):
                 self._found_uncleared(key)
 
-        handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
+        handle = self._leaf(parameter).register_hook(look)  # type: ignore[no-untyped-call]
+
+    def _leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns what a backward pass comes to: of a parameter that `fully_shard` cut, what stands for it meanwhile."""
+        wholes = (living_gradients.unsharded(unit) for unit in self._units if isinstance(parameter, DTensor))
+        return next((found[id(parameter)] for found in wholes if id(parameter) in found), parameter)
+
+    def _is_uncleared(self, parameter: torch.Tensor) -> bool:
+        """Tell whether what a step used is there when the next backward pass adds to it. On a device no number is looked at."""
+        if (grad := parameter.grad) is None:
+            return False
+        if local_of(grad).is_cpu and living_gradients.may_be_zero(parameter, grad):
+            return not living_gradients.is_zero(parameter)
+        return _is(grad, self._used.get(id(parameter)))
 
     def _found_uncleared(self, key: int) -> None:
-        if self._is_back and not self._is_told:
+        if self._is_back and not self._is_told and key not in self._brought:
             logger.warning(
                 "this script does not clear the gradient of %s that an optimizer's step has used, and the version that was restored lacks "
                 "it: that was not known yet when it was saved. Training goes on otherwise than the run that saved would have",

@@ -93,13 +93,24 @@ def is_sharded(part: nn.Module) -> TypeGuard[FSDPModule]:
 
 def has_unreduced(part: nn.Module) -> bool:
     """Tell whether `fully_shard` holds gradients of a module that are summed up and not reduced yet."""
-    state = part._get_fsdp_state() if is_sharded(part) else None
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    groups = _groups(part)
     params = [param for group in groups for param in getattr(group, "fsdp_params", ())]
     held = [getattr(group, "_partial_reduce_output", None) for group in groups]
     held += [getattr(param, "unsharded_accumulated_grad", None) for param in params]
     held += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
     return any(grad is not None for grad in held)
+
+
+def unsharded(part: nn.Module) -> dict[int, torch.Tensor]:
+    """Returns by the `id` of each parameter that `fully_shard` cut what stands for it in a forward and a backward pass, as far as it is there."""
+    params = [param for group in _groups(part) for param in getattr(group, "fsdp_params", ())]
+    found = {id(param.sharded_param): getattr(param, "_unsharded_param", None) for param in params}
+    return {key: whole for key, whole in found.items() if whole is not None}
+
+
+def _groups(part: nn.Module) -> list[Any]:
+    state = part._get_fsdp_state() if is_sharded(part) else None
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
 
 
 def _lie_apart(grads: Sequence[torch.Tensor], *, whole: bool) -> bool:

@@ -174,7 +174,7 @@ def assemble(
         lineage=tuple((number, Version.parse(text) if text else None) for number, text in registered["lineage"]),
     )
     if not no_keeper:
-        collectives.together(group, lambda: link.assemble(assembly))
+        collectives.together(group, lambda: link.assemble(assembly, storage.key_id))
     link.assembled(assembly)
     wish = VersionOverride(Version.parse(registered["back"]), registered["ends"])
     return Job(group, assembly, config.ranks_per_reader, no_keeper, wish)

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, CorruptError, HoldfastError, KeeperLost, LevelNotReached
@@ -214,8 +214,9 @@ class KeeperLink:
         self._let_port_go()
         self._client = None
 
-    def assemble(self, assembly: Assembly) -> None:
-        """Tells the keeper who belongs to the job; errors as `KeeperClient.assemble` and `require`."""
+    def assemble(self, assembly: Assembly, key_id: str) -> None:
+        """Tells the keeper who belongs to the job, and the key that it has; errors as `KeeperClient.assemble` and `require`."""
+        self._encryption = replace(self._encryption, expected=key_id)
         self.require().assemble(assembly, self._encryption)
 
     def require(self) -> KeeperClient:

@@ -130,9 +130,9 @@ class DurableTracker:
         for item in held:
             self._hold(item)
 
-    def flush(self, timeout_s: float) -> None:
-        """Waits until every durable save has ended and `on_durable` was called for it. A callback that does not return within
-        the time is no error: the version is durable.
+    def flush(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Waits until every durable save has ended and `on_durable` was called for it; `meanwhile` is called now and then. A
+        callback that does not return within the time is no error: the version is durable.
 
         Raises:
             LevelNotReached: names all that are not durable, or not at all places, each with the reason. Not those that
@@ -143,6 +143,7 @@ class DurableTracker:
             wanted = set(self._awaited)
             while self._awaited.keys() & wanted and time.monotonic() < deadline:
                 self._changed.wait(min(0.5, max(0.0, deadline - time.monotonic())))
+                meanwhile()
             missing = {version: why for version, (_, why) in self._failed.items()}
             self._failed.clear()
             for version in sorted(self._awaited.keys() & wanted):

@@ -6,8 +6,11 @@ Pure but for what it is asked to look at; what of it is told is the observer's.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
 import itertools
+import textwrap
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,7 +151,7 @@ def _attributes(value: Any) -> Mapping[str, Any]:
 
 
 def _of_data(name: str, loader: DataLoader[Any], given: Given) -> Iterator[Finding]:
-    """Yields the generators of random numbers that the data of a loader draws from, and that no version has."""
+    """Yields the generators of random numbers that the data of a loader draws from, and counts of its own, which no version has."""
     parts = {"dataset": loader.dataset, "sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
     for word, part in parts.items():
         if type(part).__module__.startswith("torch.") or hasattr(type(part), "state_dict"):
@@ -158,6 +161,27 @@ def _of_data(name: str, loader: DataLoader[Any], given: Given) -> Iterator[Findi
             if state is not None and value is not torch.default_generator and not given.is_named(value):
                 text = "a generator of random numbers that was used; of a loader its place is kept: Checkpointer(..., generator=...)"
                 yield Finding(f"{name}.{word}.{key}", text, repr(state[0]()))
+        for key in _counts_epochs(type(part)) & _attributes(part).keys():
+            text = "a count of its own, and of a loader its place is kept: set it before each epoch, by the number of the epoch"
+            yield Finding(f"{name}.{word}.{key}", text, _token(_attributes(part)[key]))
+
+
+def _counts_epochs(kind: type) -> set[str]:
+    """Returns the attributes that the `__iter__` of a sampler or a stream counts; none where the script can set the epoch."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return set()
+    methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    if any(method.name == "set_epoch" for method in methods):
+        return set()
+    return {
+        node.target.attr
+        for method in methods
+        if method.name == "__iter__"
+        for node in ast.walk(method)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute)
+    }
 
 
 def _of_epochs(found: Around, names: Mapping[str, Any], given: Given) -> Iterator[Finding]:

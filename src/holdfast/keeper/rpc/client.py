@@ -91,7 +91,8 @@ class KeeperClient(KeeperViewer):
         """
         request = messages.Assemble(assembly=assembly)
         if encryption is not None:
-            request = messages.Assemble(assembly=assembly, key=encryption.setting, key_required=encryption.required)
+            setting, required, expected = encryption.setting, encryption.required, encryption.expected
+            request = messages.Assemble(assembly=assembly, key=setting, key_required=required, key_id=expected)
         self._ask(request, messages.Ok)
 
     def resume(

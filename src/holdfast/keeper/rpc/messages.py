@@ -143,13 +143,14 @@ class Assemble(Message, tag="assemble", frozen=True, kw_only=True):
     """Says who belongs to the job, in this incarnation, and where the key of its files comes from.
 
     Attributes:
-        key, key_required: `tiers.storage.encryption.KeySource`: a keeper that served an earlier start of the job may have another one.
+        key, key_required, key_id: `tiers.storage.encryption.KeySource`: a keeper that served an earlier start of the job may have another one.
             None: it keeps what it has.
     """
 
     assembly: Assembly
     key: str | None = None
     key_required: bool = True
+    key_id: str = ""
 
 
 class Resume(Message, tag="resume", frozen=True, kw_only=True):

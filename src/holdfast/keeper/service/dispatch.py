@@ -139,7 +139,8 @@ class Operations:
         self._parts.preloader.give_way()
         self._parts.job_change.assemble(connection, request.assembly)
         if request.key is not None:
-            self._parts.lazy_storage.use(KeySource(request.key, request.key_required), request.assembly.incarnation)
+            source = KeySource(request.key, request.key_required, request.key_id)
+            self._parts.lazy_storage.use(source, request.assembly.incarnation)
         for progress in self._parts.state.progress():
             connection.push(f"progress {progress.version}", progress)
         return Ok(id=request.id)

@@ -48,10 +48,12 @@ class KeySource:
     Attributes:
         setting: as in Config, a file by its absolute path; empty for no key.
         required: as `Config.encryption_required`.
+        expected: the id of the key that the job began with; empty where that is not known.
     """
 
     setting: str = ""
     required: bool = True
+    expected: str = ""
 
     @classmethod
     def of(cls, config: Config) -> KeySource:
@@ -174,6 +176,22 @@ class FileKey(OlderFileKey):
     def decrypt(self, index: int, stored: memoryview, lock: bytes, into: memoryview) -> None:
         """Decrypts chunk `index`, given its lock; see OlderFileKey."""
         self._open(index, stored, lock[:NONCE_BYTES], lock[NONCE_BYTES:], into)
+
+
+def key_of(source: KeySource) -> Key | None:
+    """Return the key of a job; None if it has none.
+
+    Raises:
+        ConfigError: as `load_key`, or it is another one than the job began with: no key would open what both wrote.
+    """
+    key = load_key(source.setting)
+    if key is not None and source.expected not in ("", key.id):
+        raise ConfigError(
+            f"the encryption key is another one by now: {key.id}, and the job began with {source.expected}",
+            where=_source(source.setting),
+            remedy="put the job's key back; nothing is written until then",
+        )
+    return key
 
 
 def load_key(setting: str) -> Key | None:

@@ -40,7 +40,7 @@ from holdfast.tiers.format.strict_json import AUTHENTICATED_FORMAT, MAX_RECORD_B
 from holdfast.tiers.storage import manifest as manifests
 from holdfast.tiers.storage.bucket_lease import LeaseLock
 from holdfast.tiers.storage.bundle_files import BundleFiles, listed, stored_length
-from holdfast.tiers.storage.encryption import Key, KeySource, load_key
+from holdfast.tiers.storage.encryption import Key, KeySource, key_of
 from holdfast.tiers.storage.incarnations import (
     JOB_FILE,
     KIN_DIGITS,
@@ -77,7 +77,7 @@ def open_storage(url: str | Path, events: Events, *, encryption: KeySource | Non
         ConfigError: a scheme that this release does not know, obstore is missing, or the key cannot be had.
     """
     source = KeySource.of(load()) if encryption is None else encryption
-    return Storage(open_backend(url), events, key=load_key(source.setting), key_required=source.required)
+    return Storage(open_backend(url), events, key=key_of(source), key_required=source.required)
 
 
 class Storage:

@@ -84,7 +84,7 @@ class NestedState(Doubts):
         if items.size is None or inner.taken >= items.size:
             after = (
                 self._after(inner.site, names)
-                if not (inner.site.grads and living_gradients.there_are(self.stepped))
+                if self.is_alike(inner) and not (inner.site.grads and living_gradients.there_are(self.stepped))
                 else None
             )
             if after is None and items.size is not None:
@@ -125,6 +125,13 @@ class NestedState(Doubts):
             "who": self.who,
         }
         return True
+
+    def is_alike(self, entry: Entry) -> bool:
+        """Tell whether all ranks surely find alike whether the last step can be in a version. One that leaves it out would have the others wait for it."""
+        if self.alone or entry.items is None or entry.items.size is None:
+            return True
+        sure = entry.site.numbers | {*_flat(entry.site.target)}
+        return not any(site.grads for site in self._nest.sites) and {*entry.site.after} <= sure
 
     def start_of(self, entries: Sequence[Entry]) -> dict[str, Any]:
         """Returns what is there as an item of an outer loop begins."""
