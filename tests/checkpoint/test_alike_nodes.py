@@ -61,3 +61,16 @@ def test_nodes_that_keep_different_versions_are_refused(
         assert isinstance(error, UsageError)
         assert "the ranks name different retention" in error.what
         assert f"{next(iter(other))} {next(iter(other.values()))!r}" in error.what
+
+
+@pytest.mark.parametrize(("one", "other"), [("60s", "1m"), ("10, 1.1h", "10,66m"), ("0", "00"), ("1000", "01000")])
+def test_nodes_that_spell_one_retention_in_two_ways_keep_the_same(
+    one: str, other: str, tmp_path: Path, runtime_dir: Path
+) -> None:
+    """Here they are refused for what is asked next, their keys."""
+    key = tmp_path / "job.key"
+    key.write_text("1" * 64)
+    key.chmod(0o600)
+    settings = ({"keep_every": one}, {"keep_every": other, "encryption_key": str(key)})
+    for error in refused(tmp_path / "job", runtime_dir, *settings):
+        assert "different encryption keys" in error.what

@@ -55,6 +55,31 @@ def test_the_last_version_is_saved_again_if_its_keeper_died_before_it_was_sealed
     assert newest(tmp_path / "job") == Version(1, 1)
 
 
+@pytest.mark.parametrize("moment", ["begin", "copied"])
+def test_one_rank_saves_the_last_step_again_if_its_keeper_dies_as_it_is_saved(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The save that `close` makes is given up; there is no other rank that would notice."""
+    trainee, real = Trainee(), getattr(KeeperClient, moment)
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    trainee.train()
+    checkpointer.step(1)
+    keeper = keeper_of(checkpointer)
+
+    def killed(client: KeeperClient, *given: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        keeper.kill()
+        eventually(lambda: not client.alive)
+        return real(client, *given, **more)
+
+    monkeypatch.setattr(KeeperClient, moment, killed)
+    checkpointer.close()
+    assert newest(tmp_path / "job") == Version(1, 1)
+
+
 @pytest.mark.parametrize("moment", ["before", "between"])
 def test_a_keeper_that_dies_while_the_last_version_is_waited_for_is_replaced(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

@@ -57,6 +57,29 @@ def test_where_storage_is_full_halves_of_dead_incarnations_go_and_nothing_else(t
     assert tree(root) == {name: data for name, data in before.items() if str(Version(1, 9)) not in name}
 
 
+def test_room_is_not_made_of_what_is_pinned_while_another_node_retires_it(tmp_path: Path) -> None:
+    """The other one finds the pin when the commit is gone, and brings the commit back; without its files it would be none."""
+    root = tmp_path / "root"
+    store, other = new_store(root), open_storage(root, Events())
+    for step in range(1, 4):
+        save(store, Version(1, step))
+    assert store.incarnations.register() == 2
+    assembly = Assembly(2, str(root), store.job_id(), Topology(("n", "m"), (0, 1)), ())
+    pins, removed = store.marks.pins, list[Version]()
+
+    def pinned() -> set[Version]:
+        if Version(1, 1) in store.unfinished():
+            other.marks.pin(Version(1, 1))
+            removed.extend(make_room(other, assembly))
+        return pins()
+
+    store.marks.pins = pinned  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="is pinned"):
+        store.retire(Version(1, 1))
+    assert not removed
+    assert verify(open_storage(root, Events()), Version(1, 1))
+
+
 def test_a_damaged_version_stays_and_keeps_no_other(tmp_path: Path) -> None:
     """Nothing proves which of its files are ours. That is said, and the others go all the same."""
     root = tmp_path / "root"
@@ -73,6 +96,28 @@ def test_a_damaged_version_stays_and_keeps_no_other(tmp_path: Path) -> None:
 
     assert store.versions() == [Version(1, 1), Version(1, 4), Version(1, 5)]
     assert tree(root / str(Version(1, 1))) == damaged
+
+
+def test_a_link_to_what_was_moved_away_stops_nothing(tmp_path: Path) -> None:
+    """Whoever moves a version of `keep_every` to a cheaper disk leaves a link. The disk would fill from then on."""
+    root = tmp_path / "root"
+    store, retention = new_store(root), RetentionRunner(Events())
+
+    def commit(*steps: int) -> list[int]:
+        for step in steps:
+            save(store, Version(1, step))
+            assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), (), keep_every=5)
+            retention.after(store, Version(1, step), assembly, None)
+        return [version.step for version in store.look()[0]]
+
+    assert commit(*range(1, 7)) == [1, 4, 5, 6]
+    moved = root / str(Version(1, 4))
+    moved.rename(tmp_path / "moved")
+    moved.symlink_to("../moved")
+    before = tree(tmp_path / "moved")
+    assert commit(7, 8) == [1, 5, 7, 8]
+    assert moved.is_symlink()
+    assert tree(tmp_path / "moved") == before
 
 
 def test_what_is_pinned_is_not_even_tried(tmp_path: Path) -> None:

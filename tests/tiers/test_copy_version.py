@@ -16,7 +16,7 @@ from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.version_store import Storage, open_storage
 from tiers.samples import new_store, save, tree, verify
 
-FIRST, NEXT = Version(1, 4), Version(1, 9)
+FIRST, NEXT, LATER = Version(1, 4), Version(1, 9), Version(2, 9)
 
 
 def copy(source: Storage, place: Path, version: Version) -> None:
@@ -74,11 +74,12 @@ def test_a_place_of_an_older_holdfast_is_copied_to_but_replaces_nothing(tmp_path
     """Its id does not tell whose it is."""
     mine, theirs = new_store(tmp_path / "mine"), new_store(tmp_path / "theirs")
     save(mine, FIRST)
-    save(mine, NEXT)
     save(theirs, FIRST, seed=7)
-    copy(mine, tmp_path / "theirs", NEXT)
     refused(mine, tmp_path / "theirs", FIRST, InUse, f"another {FIRST} stands there")
-    for version in (FIRST, NEXT):
+    assert mine.incarnations.register() == 2
+    save(mine, LATER)
+    copy(mine, tmp_path / "theirs", LATER)
+    for version in (FIRST, LATER):
         assert verify(open_storage(tmp_path / "theirs", Events()), version)
 
 
@@ -90,11 +91,41 @@ def test_who_went_on_at_a_copy_copies_to_the_other_places_and_back(tmp_path: Pat
     for place in (near, far, near):
         copy(job, place, FIRST)
     there = open_storage(near, Events())
-    save(there, NEXT)
+    assert there.incarnations.register() == 2
+    save(there, LATER)
     for place in (far, tmp_path / "job"):
-        copy(there, place, NEXT)
-        assert verify(open_storage(place, Events()), NEXT)
+        copy(there, place, LATER)
+        assert verify(open_storage(place, Events()), LATER)
+    assert job.incarnations.register() == 3
+    save(job, Version(3, 20))
+    for place in (near, far):
+        copy(job, place, Version(3, 20))
     assert len({open_storage(place, Events()).job_id() for place in (tmp_path / "job", near, far)}) == 3
+
+
+def test_two_jobs_that_go_on_from_one_version_get_no_versions_of_each_other(tmp_path: Path) -> None:
+    """One at the job's own place, one at a copy: a restart of either would go on from what the other one did."""
+    job, near, far = new_store(tmp_path / "job"), tmp_path / "near", tmp_path / "far"
+    save(job, FIRST)
+    for place in (near, far):
+        copy(job, place, FIRST)
+    there, what = open_storage(near, Events()), "another job went on there from a copy, apart from this one"
+
+    def go_on(store: Storage, number: int, before: Version, step: int) -> Version:
+        assert store.incarnations.register() == number
+        store.incarnations.record_resumed(number, before)
+        save(store, Version(number, step), seed=step)
+        return Version(number, step)
+
+    second, other = go_on(job, 2, FIRST, 10), go_on(there, 2, FIRST, 9)
+    copy(there, far, other)
+    refused(there, tmp_path / "job", other, InUse, what)
+    for place in (near, far):
+        refused(job, place, second, InUse, what)
+    third = go_on(job, 3, second, 20)
+    go_on(there, 3, other, 19)
+    fourth = go_on(job, 4, third, 30)
+    refused(job, near, fourth, InUse, what)
 
 
 def test_a_copy_that_was_damaged_is_made_again(tmp_path: Path) -> None:

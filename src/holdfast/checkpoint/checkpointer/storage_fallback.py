@@ -145,10 +145,10 @@ class StorageFallback:
                 trouble = self._trouble(saver, is_unsure=True)
                 if last.given_up == LOST:
                     trouble = trouble or f"{last.version} is lost: {LOST}"
-                if (last_one := self._meeting(0)) is None:
-                    return bool(trouble) and self._down(run, saver, trouble)
                 decided, why = last.durable
                 lost = f"{last.version} is given up: {why}" if decided and why else ""
+                if (last_one := self._meeting(0)) is None:
+                    return bool(trouble or lost) and self._down(run, saver, trouble or lost)
                 if last_one.meets_at_the_end(trouble or lost):
                     return self._arrived(last_one, deadline) and self._down(run, saver, trouble or last_one.reason)
                 time.sleep(CLOSING_EVERY_S)

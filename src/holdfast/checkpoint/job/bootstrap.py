@@ -217,7 +217,7 @@ def _meet(group: Ranks, root: str, config: Config, key_id: str) -> Topology:
         UsageError: the ranks are not of one job, or name different redundancy or retention. ConfigError: they have different keys.
     """
     node, job = place_of(root, config).node, [absolute_root(root), config.run_id]
-    kept = f"keep_last {config.keep_last}, keep_every {config.keep_every!r}"
+    kept = f"keep_last {config.keep_last}, keep_every {Cadence.parse(config.keep_every).text!r}"
     rows = collectives.gather_json(
         group, [*job, node, config.rack_label, config.backup_node, config.redundancy, key_id, kept]
     )

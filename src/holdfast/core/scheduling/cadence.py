@@ -48,6 +48,12 @@ class Cadence:
         return cls(steps, seconds)
 
     @property
+    def text(self) -> str:
+        """Return it in words that are the same for all spellings of one cadence."""
+        steps = [str(self.steps)] if self.steps else []
+        return ",".join([*steps, *([f"{self.seconds:.12g}s"] if self.seconds else [])]) or "0"
+
+    @property
     def is_set(self) -> bool:
         """Return whether anything is ever due."""
         return bool(self.steps) or self.needs_agreement

@@ -109,6 +109,8 @@ class RetentionRunner:
 def make_room(storage: Storage, assembly: Assembly) -> list[Version]:
     """Removes what dead incarnations left half done, and nothing else; returns the versions that it was of.
 
+    What is marked stays: another node may have begun to retire it, and brings its commit back because of the mark.
+
     Raises:
         Fenced: the incarnation is not the newest that is registered: then an older one may still commit, or a newer one
             says what goes.
@@ -121,7 +123,9 @@ def make_room(storage: Storage, assembly: Assembly) -> list[Version]:
             raise Fenced("another incarnation is the newest; this one removes nothing", where=storage.where)
 
     permit()
-    halves = [half for half in storage.unfinished() if half.incarnation < assembly.incarnation]
+    unfinished = storage.unfinished()  # before the marks: a retirement looks for them when its commit is gone
+    marked = storage.marks.pins() | set(storage.marks.held())
+    halves = [half for half in unfinished if half.incarnation < assembly.incarnation and half not in marked]
     for half in halves:
         storage.discard(half, permit=permit)
     storage.incarnations.sweep(assembly.incarnation)

@@ -1,8 +1,8 @@
 """A durable version at a second place: every file proved while it is read, the manifest last.
 
 The other place is a job of its own with the same bytes and the same lineage: it can be restored from, listed and verified
-like any. Doing it twice is doing it once. What another job has there is left alone. Memory: one bundle. The caller holds the version at the source meanwhile. Called
-by `checkpoint.save.extra_places` for `save(also_to=...)`.
+like any. Doing it twice is doing it once. What another job has there is left alone, and what a job has that went on there. Memory: one
+bundle. The caller holds the version at the source meanwhile. Called by `checkpoint.save.extra_places` for `save(also_to=...)`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from holdfast.tiers.storage import manifest as manifests
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import BundleFile, Manifest
 from holdfast.tiers.storage.version_store import Storage
+
+# What this process copied, or began to: (job, place, incarnation). So the incarnation that is registered there is its own.
+_begun: set[tuple[str, str, int]] = set()
 
 
 def duplicate(source: Storage, target: Storage, version: Version, progress: Callable[[int, int], None]) -> None:
@@ -41,6 +44,14 @@ def duplicate(source: Storage, target: Storage, version: Version, progress: Call
     name, part = manifests.part_name(0), manifests.part_entry(manifests.encode_part(files))
     copied = dataclasses.replace(manifest, job_id=job_id, parts={name: part}, bundles=())
     _require_ours(target, manifest, copied)
+    begun = manifest.job_id, job_id, version.incarnation
+    if begun not in _begun:
+        _begun.add(begun)  # before the question: another spelling of the place may be copied to meanwhile
+        try:
+            _require_one_line(source, target, manifest)
+        except BaseException:
+            _begun.discard(begun)
+            raise
 
     def moved(num_bytes: int) -> None:
         nonlocal done
@@ -74,3 +85,20 @@ def _require_ours(target: Storage, manifest: Manifest, copied: Manifest) -> None
         )
     if target.is_committed(version) and target.root(version).parts != copied.parts:
         raise InUse(f"another {version} stands there", where=target.where, remedy="name an empty place")
+
+
+def _require_one_line(source: Storage, target: Storage, manifest: Manifest) -> None:
+    """Proves that no job went on at the target by itself: of what two made from one version, a restart there would take the newest.
+
+    Raises:
+        InUse: one did.
+    """
+    number = manifest.version.incarnation
+    ours = {number: manifest.resumed_from, **source.incarnations.lineage()}
+    theirs = target.incarnations.lineage()
+    if target.incarnations.highest() == number or any(theirs[one] != ours.get(one, theirs[one]) for one in theirs):
+        raise InUse(
+            "another job went on there from a copy, apart from this one",
+            where=target.where,
+            remedy="name an empty place",
+        )

@@ -243,16 +243,19 @@ class Storage:
     def versions(self) -> list[Version]:
         """Returns the committed versions, ascending. Committed is not verified: see `manifest` and `StoredBundles.verify`.
 
+        What bears a version's name and is no directory (a link to where somebody moved it) counts as committed: it cannot be
+        read, and whoever tries is told so, instead of taking an older one.
+
         Raises:
             StorageError: the path refuses, or what was a job's directory is one no more.
         """
-        return self.look()[0]
+        names = self._names()
+        return [one for one in _named(names) if f"{one}/" not in names or self.is_committed(one)]
 
     def look(self, known: Collection[Version] = ()) -> tuple[list[Version], list[Version]]:
         """Returns the committed versions, and those of which files exist but no commit, ascending, in one look.
 
-        What bears a version's name and is no directory (a link to where somebody moved it) counts as committed: it cannot be
-        read, and whoever tries is told so, instead of taking an older one.
+        For who removes: what is no directory is neither. It cannot be removed, and nothing may go because it stands there.
 
         Args:
             known: versions that were committed when the caller looked last: as long as anything of one is there, it is not
@@ -263,10 +266,8 @@ class Storage:
         """
         committed: list[Version] = []
         unfinished: list[Version] = []
-        names = self._names()
-        for version in _named(names):
-            stands = version in known or f"{version}/" not in names or self.is_committed(version)
-            (committed if stands else unfinished).append(version)
+        for version in _named(name for name in self._names() if name.endswith("/")):
+            (committed if version in known or self.is_committed(version) else unfinished).append(version)
         return committed, unfinished
 
     def named(self) -> list[Version]:
