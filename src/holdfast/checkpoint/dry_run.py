@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -203,7 +202,7 @@ def _without_memory(place: Place) -> Iterator[None]:
     _without_reducer()
     _let_modules_change()
     if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::scatter_", "Meta"):
-        importlib.import_module("torch.distributed._tools.fake_collectives")  # it registers them for torch 2.10
+        from torch.distributed._tools import fake_collectives  # noqa: F401, PLC0415 - it registers them for torch 2.10
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
