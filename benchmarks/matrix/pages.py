@@ -9,6 +9,8 @@ from typing import Any
 from website.pages import table
 
 BEGIN, END = "<!-- made by `make matrix` -->", "<!-- until here -->"
+# So many failed tests of a row are named.
+MOST_NAMES = 12
 HEAD = ("row", "Python", "versions", "torch is built for", "tests", "passed", "skipped", "failed", "date")
 
 
@@ -40,8 +42,10 @@ def _tables(results: list[Mapping[str, Any]]) -> str:
     parts = [table(HEAD, [_cells(result) for result in results])]
     for result in results:
         if result.get("failed"):
-            names = "\n".join(f"- `{name}`" for name in result["failed"])
-            parts.append(f"Failed on {result['row']}, `{result['tests']}`:\n\n{names}")
+            names, more = result["failed"][:MOST_NAMES], len(result["failed"]) - MOST_NAMES
+            lines = [f"- `{name}`" for name in names] + [f"- and {more} more, named in `versions.jsonl`"] * (more > 0)
+            tests = "the whole suite" if result["tests"] == "all" else f"`{result['tests']}`"
+            parts.append(f"Failed on {result['row']}, {tests}:\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
 
 

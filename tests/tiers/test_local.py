@@ -30,6 +30,17 @@ def test_what_is_put_is_read(backend: LocalBackend, size: int) -> None:
     assert backend.listing("v") == [("file", size)]
 
 
+@pytest.mark.parametrize("name", ["link/root", "link/new/root"])
+def test_a_root_is_made_behind_a_link(name: str, tmp_path: Path) -> None:
+    """As a home's link to the large disk is one: the first start was refused, and the second was not."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    backend = LocalBackend(tmp_path / name)
+    backend.prepare()
+    put(backend, "v/file", page_memory(7))
+    assert backend.listing("v") == [("file", 7)]
+
+
 def test_large_files_are_written_directly_from_the_callers_pages(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -201,6 +201,8 @@ def _without_memory(place: Place) -> Iterator[None]:
     _keep_meshes_real()
     _without_reducer()
     _let_modules_change()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::scatter_", "Meta"):
+        from torch.distributed._tools import fake_collectives  # noqa: F401, PLC0415 - it registers them for torch 2.10
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 

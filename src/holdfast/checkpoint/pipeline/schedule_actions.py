@@ -21,7 +21,13 @@ from typing import Any
 from holdfast.base.errors import UsageError
 from holdfast.core.pipeline.event_model import Action, Kind, Order, gpipe, one_f_one_b
 
-_KINDS = {kind.value: kind for kind in Kind}
+# By torch's names: the values are letters in torch 2.13, and numbers in 2.10.
+_KINDS = {
+    "FORWARD": Kind.FORWARD,
+    "BACKWARD_INPUT": Kind.INPUT,
+    "BACKWARD_WEIGHT": Kind.WEIGHT,
+    "FULL_BACKWARD": Kind.BACKWARD,
+}
 _BY_NAME = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b}
 
 
@@ -105,8 +111,8 @@ def _actions(told: Iterable[Any]) -> Iterator[Action]:
             *before, last = _actions(action.sub_actions)
             yield from (replace(each, joined=True) for each in before)
             yield last
-        elif action.computation_type.value in _KINDS:
-            yield Action(action.stage_index, _KINDS[action.computation_type.value], action.microbatch_index)
+        elif (kind := _KINDS.get(action.computation_type.name)) is not None:
+            yield Action(action.stage_index, kind, action.microbatch_index)
 
 
 def main(arguments: list[str]) -> int:

@@ -28,7 +28,8 @@ from holdfast.tiers.backends import posix_io
 from holdfast.tiers.backends.interface import TEMPORARY, NotCachedError, Properties, check_segment, split_name
 from holdfast.tiers.backends.parallel_streams import StreamCount
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC  # it may be a link, and so may what leads to it
+_DIRECTORY = _ROOT | os.O_NOFOLLOW
 # O_NONBLOCK: a pipe that someone put there must not hold us.
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -89,7 +90,7 @@ class LocalBackend:
             for path in reversed(missing):
                 with contextlib.suppress(FileExistsError):
                     path.mkdir(mode=0o700 if path == self._root else 0o777)
-                with posix_io.closing(os.open(path.parent, _DIRECTORY)) as parent:
+                with posix_io.closing(os.open(path.parent, _ROOT)) as parent:
                     posix_io.sync(parent)
             with self._open_root() as root:
                 _make_directory(root, TEMPORARY)
@@ -246,7 +247,7 @@ class LocalBackend:
     @contextlib.contextmanager
     def _open_root(self) -> Iterator[int]:
         # The way to the root may contain links: that is the operator's choice. Beneath it there are none.
-        descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(self._root, _ROOT)
         try:
             yield descriptor
         finally:

@@ -444,7 +444,7 @@ class Walk:
         elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users_object(value):
             self._note_born(path, value, hold)
             self._instance(path, value, asks)
-        elif not isinstance(value, STANDING):
+        elif not issubclass(type(value), STANDING):
             self._of_library(path, value, asks, hold)
 
     def _iterator(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
