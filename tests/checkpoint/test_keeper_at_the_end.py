@@ -8,9 +8,12 @@ from typing import Any
 import psutil
 import pytest
 
+from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Level, Version
+from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
@@ -192,3 +195,26 @@ def test_what_is_durable_is_told_once_whoever_is_asked_again(make: Make) -> None
     checkpointer.flush(DEADLINE_S)
     checkpointer.close()
     assert told == [Version(1, 0)]
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_what_is_in_storage_is_durable_though_no_keeper_is_left_that_knows(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, flushes: bool
+) -> None:
+    """The keeper dies before it tells so, and those of the other nodes have ended with their ranks."""
+    trainee, told = Trainee(), list[HoldfastError | None]()
+    checkpointer = make(trainee, on_durable=lambda _, error: told.append(error), close_timeout_s=10.0)
+    checkpointer.restore()
+    trainee.train()
+    keeper, link = keeper_of(checkpointer), checkpointer._run.link
+    monkeypatch.setattr(Announced, "_progressed", lambda *_: None)
+    checkpointer.save(0, "durable")
+    eventually(lambda: open_storage(tmp_path / "job", Events()).versions() == [Version(1, 0)])
+    keeper.kill()
+    eventually(lambda: link.client is None)
+    monkeypatch.setattr(KeeperLink, "hand_over", lambda *_: None)
+    if flushes:
+        checkpointer.flush()
+        assert told == [None]
+    checkpointer.close()
+    assert told == [None]

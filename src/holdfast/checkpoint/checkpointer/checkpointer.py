@@ -969,6 +969,7 @@ class Checkpointer:
         """A keeper that was asked to store a version may have died before it heard of that, and the one of now be the next."""
         client = run.link.client
         if run.saver.memory is not None and client is not None and not handle.given_up:
+            run.lower.look_in_storage(handle)
             with contextlib.suppress(KeeperLost):
                 client.persist(handle.version)
 

@@ -35,6 +35,7 @@ from holdfast.checkpoint.save.storage_saver import DirectSaver
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Level
 from holdfast.core.scheduling.storage_fallback import Board, FallbackState, FallbackStep
+from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class StorageFallback:
         self._recent: deque[SaveHandle] = deque(maxlen=RECENT)
         self._since_s = 0.0
         self._number = 0
+        self._looked: KeeperClient | None = None  # when this was the keeper, storage was looked at
         self._descent = self._new_descent()
 
     def before(self, run: Run, step: int) -> None:
@@ -140,6 +142,7 @@ class StorageFallback:
         try:
             while last.reached < Level.CAPTURED and time.monotonic() < deadline:
                 self._link.mend()  # a keeper that dies now is missed by nobody else
+                self.look_in_storage(last)
                 if not last.given_up and self._link.unsealed == last.version:
                     saver.give_up(last, LOST)
                 trouble = self._trouble(saver, is_unsure=True)
@@ -155,6 +158,19 @@ class StorageFallback:
         except (HoldfastError, RuntimeError) as error:
             logger.warning("the last save stays in memory: %s", error)
         return False
+
+    def look_in_storage(self, handle: SaveHandle) -> None:
+        """A keeper may have died before it told that the version is durable. Once the other nodes have left, nobody tells the next one."""
+        client = self._link.client
+        begun = client.begun if client is not None else None
+        if client is None or client is self._looked or (begun is not None and begun >= handle.version):
+            return
+        self._looked = client
+        try:
+            if self._storage.is_committed(handle.version):
+                handle.committed()
+        except HoldfastError as error:
+            logger.info("whether %s is in storage is not known: %s", handle.version, error)
 
     def stays_away(self, run: Run) -> None:
         """This rank cannot make the last save again: the others must not wait for it when they do."""

@@ -99,7 +99,7 @@ class SaveHandle:
         self._given_up = self._given_up or reason
 
     def committed(self) -> None:
-        """All ranks wrote the version straight to storage, and it is committed."""
+        """It was seen, or written by all ranks, that the version is committed in storage."""
         self._is_committed = True
 
     @heartbeat.phase(Phase.SAVING)
