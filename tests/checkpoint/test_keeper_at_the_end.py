@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.base.errors import HoldfastError
+from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.save.save_handle import SaveHandle
@@ -218,3 +218,29 @@ def test_what_is_in_storage_is_durable_though_no_keeper_is_left_that_knows(
         assert told == [None]
     checkpointer.close()
     assert told == [None]
+
+
+def test_flush_waits_for_no_version_that_its_keeper_had_not_sealed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was copied, and never becomes captured: the next keeper knows nothing of it."""
+    trainee, copied = Trainee(), KeeperClient.copied
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    keeper = keeper_of(checkpointer)
+
+    def copied_in_vain(client: KeeperClient, *given: Any, **more: Any) -> None:
+        keeper.suspend()
+        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        copied(client, *given, **more)
+        keeper.kill()
+
+    monkeypatch.setattr(KeeperClient, "copied", copied_in_vain)
+    trainee.train()
+    checkpointer.save(0, "durable")
+    checkpointer._run.saver.settle()
+    monkeypatch.undo()
+    with pytest.raises(LevelNotReached, match="its keeper died before it was sealed"):
+        checkpointer.flush(DEADLINE_S)
+    checkpointer.close()
+    assert newest(tmp_path / "job") == Version(1, 0)

@@ -458,6 +458,8 @@ class Checkpointer:
                 return
             run.link.mend()  # a keeper that died is missed by nobody else
             client, last = run.link.client, run.last
+            if last is not None:
+                run.lower.give_up_unsealed(run.saver.memory, last)
             if client is not asked and last is not None and last.level is Level.DURABLE:
                 asked = client
                 self._ask_again(run, last)

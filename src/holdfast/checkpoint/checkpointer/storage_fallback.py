@@ -143,8 +143,7 @@ class StorageFallback:
             while last.reached < Level.CAPTURED and time.monotonic() < deadline:
                 self._link.mend()  # a keeper that dies now is missed by nobody else
                 self.look_in_storage(last)
-                if not last.given_up and self._link.unsealed == last.version:
-                    saver.give_up(last, LOST)
+                self.give_up_unsealed(saver, last)
                 trouble = self._trouble(saver, is_unsure=True)
                 if last.given_up == LOST:
                     trouble = trouble or f"{last.version} is lost: {LOST}"
@@ -158,6 +157,11 @@ class StorageFallback:
         except (HoldfastError, RuntimeError) as error:
             logger.warning("the last save stays in memory: %s", error)
         return False
+
+    def give_up_unsealed(self, saver: Saver, last: SaveHandle) -> None:
+        """The newest version never becomes captured if its keeper died before it had sealed it."""
+        if not last.given_up and self._link.unsealed == last.version:
+            saver.give_up(last, LOST)
 
     def look_in_storage(self, handle: SaveHandle) -> None:
         """A keeper may have died before it told that the version is durable. Once the other nodes have left, nobody tells the next one."""
