@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import forked
 from doors_kit import untouched
+from holdfast.adapters.zero_lines import doubts
 from holdfast.adapters.zero_lines.frameworks import Finder
 from holdfast.adapters.zero_lines.launcher import ScriptLauncher
 from holdfast.adapters.zero_lines.nested.nested_loop import KeptLoops
@@ -201,6 +203,26 @@ def test_what_one_rank_is_not_sure_of_keeps_all_ranks_from_being_touched(
     assert on_all(2, begin) == [None, None]
     assert "rank 1: nobody can be sure what 'data'" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loop_to_which_only_some_ranks_come_is_kept_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 trains while the others stand in a barrier of the script: nobody waits for them, and all have the same answer."""
+    monkeypatch.setattr(doubts.dist, "is_initialized", lambda: True)
+
+    def asked(come: int, patience_s: float) -> list[bool]:
+        store = HashStore()
+        monkeypatch.setattr(doubts.dist.distributed_c10d, "_get_default_store", lambda: store)
+
+        def ask(rank: collectives.Ranks) -> bool | None:
+            return doubts.have_all_come(rank, patience_s) if rank.rank < come else None
+
+        return on_all(3, ask)
+
+    assert asked(3, 60.0) == [True] * 3
+    assert asked(2, 0.1) == [False, False, None]
+    late = collectives.Alone()
+    late.world_size = 3  # it comes when the others have gone on
+    assert not doubts.have_all_come(late, 60.0)
 
 
 ACCUMULATES = """

@@ -6,10 +6,14 @@ it is refused before anything of it is loaded: the script then runs as it was wr
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
+
+from torch import distributed as dist
 
 from holdfast.adapters.zero_lines.changes import Changes
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
@@ -18,6 +22,8 @@ from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 
+# A rank that is later than this at the loop, behind the first one, has none: then no rank's is kept.
+PATIENCE_S = 30.0
 # What it means that a loop which trains is not kept, and what to do.
 UNKEPT = (
     "it runs as under torchrun: nothing of it is saved, and a restart begins it anew; "
@@ -33,6 +39,22 @@ def ranks(events: Events) -> collectives.Ranks | None:
         say(str(error.what))
         events.emit("script_refused", reason=str(error.what))
         return None
+
+
+def have_all_come(group: collectives.Ranks, patience_s: float = PATIENCE_S) -> bool:
+    """Tell whether all ranks come to a loop that trains; the answer is the same on all.
+
+    The store of the process group is asked. A collective would wait without a limit, or meet one of the script's own, where a rank
+    has none to train: it stands in a barrier until another one has trained.
+    """
+    if group.world_size == 1 or not dist.is_initialized():
+        return True
+    store = dist.distributed_c10d.PrefixStore("holdfast/loop", dist.distributed_c10d._get_default_store())
+    if store.add("come", 1) >= group.world_size:
+        return store.compare_set("all", "", "yes") == b"yes"
+    with contextlib.suppress(RuntimeError):  # nobody has answered in time
+        store.wait(["all"], timedelta(seconds=patience_s))
+    return store.compare_set("all", "", "no") == b"yes"
 
 
 def is_refused(group: collectives.Ranks, reason: str, events: Events, root: str) -> bool:

@@ -23,7 +23,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from holdfast.adapters.zero_lines.doubts import differs, is_foreign, is_refused, ranks, say, unknown
+from holdfast.adapters.zero_lines.doubts import (
+    UNKEPT,
+    differs,
+    have_all_come,
+    is_foreign,
+    is_refused,
+    ranks,
+    say,
+    unknown,
+)
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
 from holdfast.adapters.zero_lines.nested.nested_items import Items
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Looker, Untouched, is_function
@@ -150,6 +159,11 @@ class KeptLoops:
     def _begin(self, site: Site, frame: FrameType) -> Entry | None:
         """Returns the outermost loop if all is kept; None, and a reason told, if anything is unsure on any rank."""
         if (group := ranks(self._events)) is None:
+            return None
+        if not have_all_come(group):
+            reason = f"not all ranks come to the loop of line {site.line}"
+            self._events.emit("script_refused", reason=reason)
+            say(f"rank {group.rank}: this script is not kept, {reason}; {UNKEPT}")
             return None
         if self._modules and group.rank == 0:
             say(f"the loop that trains stands in {frame.f_code.co_filename}, of which all lines are that are named")
