@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -242,5 +243,39 @@ def test_flush_waits_for_no_version_that_its_keeper_had_not_sealed(
     monkeypatch.undo()
     with pytest.raises(LevelNotReached, match="its keeper died before it was sealed"):
         checkpointer.flush(DEADLINE_S)
+    checkpointer.close()
+    assert newest(tmp_path / "job") == Version(1, 0)
+
+
+def test_the_end_waits_for_a_keeper_that_is_just_being_started(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainee, waited = Trainee(), threading.Event()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    keeper, link, start, wait = keeper_of(checkpointer), checkpointer._run.link, KeeperLink._connect, SaveHandle.wait
+
+    def starts_late(link: KeeperLink, *given: Any) -> KeeperClient:
+        waited.wait(DEADLINE_S)
+        return start(link, *given)
+
+    def waits(handle: SaveHandle, *given: Any) -> Level:
+        try:
+            return wait(handle, *given)
+        finally:
+            waited.set()
+
+    def closing(*_: Any) -> bool:
+        monkeypatch.setattr(KeeperLink, "_connect", starts_late)
+        monkeypatch.setattr(SaveHandle, "wait", waits)
+        keeper.kill()
+        eventually(lambda: link.client is None)
+        link.mend()
+        eventually(lambda: link.last_client is None)
+        return False
+
+    monkeypatch.setattr(checkpointer._run.lower, "closing", closing)
     checkpointer.close()
     assert newest(tmp_path / "job") == Version(1, 0)

@@ -952,7 +952,7 @@ class Checkpointer:
             try:
                 last.wait(Level.DURABLE)
             except LevelNotReached as error:
-                is_gone = client is not None and not client.alive and time.monotonic() < deadline
+                is_gone = (client is None or not client.alive) and time.monotonic() < deadline
                 if is_gone and (again := self._after_next_keeper(run, last)) is not None:
                     last = again
                     continue
