@@ -268,6 +268,7 @@ def test_the_end_waits_for_a_keeper_that_is_just_being_started(
             waited.set()
 
     def closing(*_: Any) -> bool:
+        monkeypatch.undo()
         monkeypatch.setattr(KeeperLink, "_connect", starts_late)
         monkeypatch.setattr(SaveHandle, "wait", waits)
         keeper.kill()
