@@ -189,7 +189,7 @@ KEPT = {
     "optimizers in a list that is gone over": (SEVERAL, "2"),
     "loop of an imported module": (IMPORTED, "2"),
 }
-SAMPLE = {"nanoGPT", "loop of an imported module"}
+SAMPLE = {"nanoGPT", "loop of an imported module", "replay buffer"}
 NONE = {
     "generator": (
         f"batches = iter(DataLoader(data, batch_size=4))\nfor step in range(7):\n    x, y = next(batches)\n    {STEP}\n",

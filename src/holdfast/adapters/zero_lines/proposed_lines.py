@@ -174,7 +174,7 @@ def propose(frame: FrameType | None, optimizer: Optimizer, root: str, reason: st
     found = _Text(*place, root)
     proposal = found.lines(optimizer)
     path = _CHANGED.match(reason)
-    if path is not None and not found.carries(re.sub(r"^\w+\(\)'*\.", "", path[2])):
+    if path is not None and not found.carries(re.sub(r"^(the length of )?(\w+\(\)'*\.)?", "", path[2])):
         raise NoLines(f"{path[2]!r} changes in the loop, and is nothing that a line could carry")
     return proposal
 
