@@ -27,6 +27,16 @@ def keeper_of(checkpointer: Any) -> psutil.Process:
     return psutil.Process(checkpointer.keeper_status()["pid"])
 
 
+def captured(make: Make) -> tuple[Trainee, Any]:
+    """A trainee and its checkpointer, with the version of step 0 in memory."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    return trainee, checkpointer
+
+
 def newest(path: Path) -> Version:
     return open_storage(path, Events()).versions()[-1]
 
@@ -36,11 +46,8 @@ def test_the_last_version_is_saved_again_if_its_keeper_died_before_it_was_sealed
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     """All of it was copied, and the rank had told so: nothing of the rank's was given up."""
-    trainee, copied = Trainee(), KeeperClient.copied
-    checkpointer = make(trainee)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0).wait("captured", DEADLINE_S)
+    copied = KeeperClient.copied
+    trainee, checkpointer = captured(make)
     keeper = keeper_of(checkpointer)
 
     def copied_in_vain(client: KeeperClient, *given: Any, **more: Any) -> None:
@@ -64,11 +71,8 @@ def test_one_rank_saves_the_last_step_again_if_its_keeper_dies_as_it_is_saved(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """The save that `close` makes is given up; there is no other rank that would notice."""
-    trainee, real = Trainee(), getattr(KeeperClient, moment)
-    checkpointer = make(trainee)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0).wait("captured", DEADLINE_S)
+    real = getattr(KeeperClient, moment)
+    trainee, checkpointer = captured(make)
     trainee.train()
     checkpointer.step(1)
     keeper = keeper_of(checkpointer)
@@ -88,11 +92,8 @@ def test_one_rank_saves_the_last_step_again_if_its_keeper_dies_as_it_is_saved(
 def test_a_keeper_that_dies_while_the_last_version_is_waited_for_is_replaced(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    trainee, wait = Trainee(), SaveHandle.wait
-    checkpointer = make(trainee)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0).wait("captured", DEADLINE_S)
+    wait = SaveHandle.wait
+    _, checkpointer = captured(make)
     keeper = keeper_of(checkpointer)
 
     def killed(handle: SaveHandle, level: Level | str | None = None, timeout_s: float | None = None) -> Level:
@@ -113,11 +114,8 @@ def test_a_version_that_becomes_due_just_as_its_keeper_dies_is_due_for_the_next_
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The word is in the connection, and nobody reads it any more."""
-    trainee, persist = Trainee(), KeeperClient.persist
-    checkpointer = make(trainee)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0).wait("captured", DEADLINE_S)
+    persist = KeeperClient.persist
+    _, checkpointer = captured(make)
     keeper = keeper_of(checkpointer)
 
     def persist_in_vain(client: KeeperClient, version: Version) -> None:
@@ -136,11 +134,7 @@ def test_a_version_that_becomes_due_just_as_its_keeper_dies_is_due_for_the_next_
 
 def test_a_keeper_that_a_signal_stopped_is_continued_at_the_end(make: Make, tmp_path: Path) -> None:
     """It would be waited for as long as storage may take, and what it holds is nowhere else."""
-    trainee = Trainee()
-    checkpointer = make(trainee)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0).wait("captured", DEADLINE_S)
+    _, checkpointer = captured(make)
     keeper = keeper_of(checkpointer)
     keeper.suspend()
     eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
@@ -151,11 +145,7 @@ def test_a_keeper_that_a_signal_stopped_is_continued_at_the_end(make: Make, tmp_
 def test_a_keeper_that_a_signal_stops_while_it_is_waited_for_is_continued_and_told_of(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainee = Trainee()
-    checkpointer = make(trainee)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0).wait("captured", DEADLINE_S)
+    trainee, checkpointer = captured(make)
     keeper = keeper_of(checkpointer)
     keeper.suspend()
     eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
@@ -171,11 +161,7 @@ def test_a_keeper_that_a_signal_stops_while_it_is_waited_for_is_continued_and_to
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 def test_flush_waits_for_no_keeper_that_is_gone_or_stopped(make: Make, tmp_path: Path, fate: str) -> None:
     """Nobody but a save looked for the next one, and no save comes while this waits."""
-    trainee = Trainee()
-    checkpointer = make(trainee)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0).wait("captured", DEADLINE_S)
+    _, checkpointer = captured(make)
     keeper = keeper_of(checkpointer)
     keeper.suspend()
     eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
@@ -250,11 +236,8 @@ def test_flush_waits_for_no_version_that_its_keeper_had_not_sealed(
 def test_the_end_waits_for_a_keeper_that_is_just_being_started(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainee, waited = Trainee(), threading.Event()
-    checkpointer = make(trainee)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0).wait("captured", DEADLINE_S)
+    waited = threading.Event()
+    _, checkpointer = captured(make)
     keeper, link, start, wait = keeper_of(checkpointer), checkpointer._run.link, KeeperLink._connect, SaveHandle.wait
 
     def starts_late(link: KeeperLink, *given: Any) -> KeeperClient:
