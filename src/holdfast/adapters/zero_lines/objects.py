@@ -1,10 +1,7 @@
-"""Everything that a loop uses, sorted into what is kept, what never changes, and what nobody can be sure of.
+"""Holds the objects of a script that are kept, and tells what needs not be: what never changes, or is seen to change.
 
-Kept: one optimizer, the modules that hold its parameters, schedulers, scaler, tensors, and everything else that has
-`state_dict` and `load_state_dict`. Taken as it is found: plain values, generators of random numbers, functions, classes,
-settings, datasets and samplers without a position of their own; that these are as they were, or are carried, is proven at
-every step (`reach.py`, `changes.py`). Everything else (an iterator, an object of an unknown class) may carry state that
-nobody can restore: then nothing is restored.
+Taken as it is found: plain values, generators of random numbers, functions, classes, settings, datasets and samplers without a position
+of their own. That these are as they were, or are carried, is proven at every step (`reach.py`, `changes.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Everything that loops use, sorted as `../objects.py` does, and looked for inside of the script's own objects too.
+"""Sorts everything that loops use, also inside of the script's own objects, into what is kept and what nobody can be sure of.
 
 Kept: all optimizers, the modules that hold their parameters, and what else hands out its state, wherever a name that a loop
-reads leads to it: through attributes of the script's objects, lists, dicts. What cannot be sorted is refused by its path.
+reads leads to it: through attributes of the script's objects, lists, dicts. What never changes is left (`../objects.py`). Anything
+else (an iterator, an object of an unknown class) may carry state that nobody can restore: it is refused by its path.
 """
 
 from __future__ import annotations
