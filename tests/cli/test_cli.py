@@ -146,7 +146,7 @@ def test_a_demo_without_its_packages_says_what_to_install(monkeypatch: pytest.Mo
 def test_a_program_without_torch_is_an_error_and_no_traceback(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["holdfast", command, "--help"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -155,6 +155,6 @@ def test_a_program_without_torch_is_an_error_and_no_traceback(
 
 
 def test_a_question_that_needs_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match="needs torch"):
         subcommands.ask("exported", [])
