@@ -223,7 +223,7 @@ def parse(text: str) -> Version:
 
 
 def not_durable(storage: Storage, version: Version) -> VersionNotFound:
-    """What to say of a version that has no manifest: `ls` shows it where files of it are left."""
+    """The error of a version that has no manifest: `ls` shows it where files of it are left."""
     if version in storage.named():
         return VersionNotFound(f"{version} is not committed: its save goes on, or was cut off", where=storage.where)
     return VersionNotFound(f"{version} is not there", where=storage.where)
