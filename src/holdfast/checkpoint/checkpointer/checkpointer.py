@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
+from holdfast.checkpoint.checkpointer import apart_notice
 from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of
 from holdfast.checkpoint.checkpointer.session import Fleeting, Run
@@ -245,7 +246,10 @@ class Checkpointer:
             run.fleeting = Fleeting(fleeting, self.last_restore.info, ProcessRandomness().state_dict())
         open_checkpointers.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
         heartbeat.at_step(last)  # shown when it is told, not before
-        return self._begin(run, report.version, restorer.recorded)
+        start = self._begin(run, report.version, restorer.recorded)
+        if group.rank == 0:
+            apart_notice.tell(self._root, start, self._others())
+        return start
 
     def carry(self, name: str, value: T) -> T:
         """Returns what a value of the loop was at the step that was restored; `value` on a fresh start. Behind `restore`.
@@ -339,7 +343,7 @@ class Checkpointer:
             step: the step that is finished, from 0; restore() of this version returns the one after it.
             level: `"captured"`, `"replicated"` or `"durable"`; durable makes the version due for storage.
             also_to: one more place or several, paths or URLs, that it is copied to once it is durable, which this makes the level.
-                Rank 0 copies, each place in a thread of its own, and its `flush` and `on_durable` speak of all places.
+                Rank 0 copies to the places that it is given, each in a thread of its own; its `flush` and `on_durable` speak of all.
                 Retention leaves the version alone until then. At most 8 versions wait for a place; the oldest gives way.
             info: values of the caller's own to keep beside the state (numbers, strings, bytes, lists, tuples, dicts), as they
                 are at the call, each rank its own; `holdfast inspect` shows them, `last_restore.info` has them. No tensors.
@@ -727,6 +731,14 @@ class Checkpointer:
         if self._run is None:
             raise UsageError("restore() has not been called", remedy="call it once before training, also on a new run")
         return self._run
+
+    def _others(self) -> Iterator[tuple[str, int]]:
+        """Other checkpointers of this process that were restored and have reported no step since: path and step to go on with."""
+        for each in open_checkpointers.opened():
+            if isinstance(each, Checkpointer) and each is not self and not each._closed:
+                run = each._run
+                if run is not None and run.step < 0:
+                    yield each._root, run.start
 
     def _new_state(self, group: collectives.Ranks) -> State:
         """A look at the objects whose layout all ranks agree on. Collective."""
