@@ -123,7 +123,10 @@ class NestedState(Doubts):
             "generators": {name: list(each) for name, each in self.generators.items()},
             "data": self._data(changed.rows, [entry.start for entry in entries[:-1]]),
             "who": self.who,
-            "cut": {"turns": [[entry.site.number, entry.taken] for entry in entries], "collectives": collectives_made()},
+            "cut": {
+                "turns": [[entry.site.number, entry.taken] for entry in entries],
+                "collectives": collectives_made(),
+            },
         }
         return True
 
