@@ -21,7 +21,9 @@ WORKER = Path(__file__).with_name("collectives_worker.py")
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What the ranks of one job told of everything that needs no failure."""
-    return job(tmp_path_factory.mktemp("job"), "plain", "collectives", "ddp", "fsdp", "hsdp", "attention", "two_devices")
+    return job(
+        tmp_path_factory.mktemp("job"), "plain", "collectives", "ddp", "fsdp", "hsdp", "attention", "two_devices"
+    )
 
 
 def job(directory: Path, *modes: str, size: int = 2) -> list[Any]:
