@@ -156,6 +156,8 @@ class BaseAgent(LocalElasticAgent):
     def _end(self, death_sig: signal.Signals, grace_s: float, *, told: bool = False) -> None:
         """Signals each living worker, not its children; after `grace_s` whatever is left of its process group dies."""
         processes = self._processes()
+        if death_sig == signal.SIGHUP:
+            death_sig = signal.SIGTERM  # a terminal was closed: a wish to end, at which workers save
         if told:
             logger.warning(
                 "the workers have %.0f s to save and end (--shutdown-timeout); SIGINT ends them at once",
