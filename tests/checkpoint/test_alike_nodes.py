@@ -10,6 +10,7 @@ import pytest
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, HoldfastError, UsageError
 from holdfast.base.events import Events
+from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import assemble
 from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.tiers.storage.encryption import KeySource
@@ -74,3 +75,18 @@ def test_nodes_that_spell_one_retention_in_two_ways_keep_the_same(
     settings = ({"keep_every": one}, {"keep_every": other, "encryption_key": str(key)})
     for error in refused(tmp_path / "job", runtime_dir, *settings):
         assert "different encryption keys" in error.what
+
+
+def test_nodes_with_different_releases_are_told_so(
+    tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = collectives.gather_json
+
+    def of_one_column_less(group: Ranks, row: Any) -> Any:
+        older = group.rank == 1 and isinstance(row, list) and "n1" in row
+        return gather(group, row[:-1] if older else row)
+
+    monkeypatch.setattr(collectives, "gather_json", of_one_column_less)
+    for error in refused(tmp_path / "job", runtime_dir, {}, {}):
+        assert isinstance(error, UsageError)
+        assert "different releases of holdfast" in error.what

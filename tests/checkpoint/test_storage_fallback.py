@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import holdfast
 from holdfast.base import program
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer import storage_fallback
-from holdfast.checkpoint.checkpointer.storage_fallback import StorageFallback, board_of
+from holdfast.checkpoint.checkpointer.storage_fallback import StorageFallback
 from holdfast.core.model import Level, Version
 from holdfast.core.scheduling import storage_only_steps
 from holdfast.core.scheduling.storage_fallback import FallbackState
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make, Trainee, kill_keeper
+
+JOB = SimpleNamespace(job_id="job")
 
 
 class Growing:
@@ -199,6 +200,9 @@ class Board(dict[str, str]):
     def first(self, key: str, text: str) -> str:
         return self.setdefault(key, text)
 
+    def least(self, key: str, number: int) -> None:
+        self[key] = str(min(number, int(self.get(key, number))))
+
 
 class Link:
     """Is a link to a keeper that is in order.
@@ -225,7 +229,7 @@ def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(monkeypatch:
     saver.memory = saver
 
     def closing(rank: int, given_up: str) -> bool:
-        job: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, world_size=2), incarnation=1)
+        job: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, world_size=2), incarnation=1, assembly=JOB)
         link: Any = Link()
         nothing: Any = None
         config = holdfast.Config(close_timeout_s=60.0)
@@ -261,7 +265,7 @@ def test_nobody_waits_at_the_end_for_a_rank_that_cannot_save_again(
     checkpointer._run.lower._boards = lambda _: board  # type: ignore[union-attr]
     checkpointer.close()
 
-    job: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=2), incarnation=1)
+    job: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=2), incarnation=1, assembly=JOB)
     nothing: Any = None
     monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
     config = holdfast.Config(close_timeout_s=20.0)
@@ -285,7 +289,7 @@ def test_nobody_waits_at_the_end_for_those_who_know_that_it_is_durable(
     monkeypatch.setattr(StorageFallback, "_down", lambda *_: pytest.fail("storage has it"))
     monkeypatch.setattr(storage_fallback, "STORED_EVERY_S", 0.01)
     monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
-    job: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=2), incarnation=1)
+    job: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=2), incarnation=1, assembly=JOB)
     nothing, link, board, looks = None, Link(), Board(), list(stored)
     link.trouble = "no keeper can be started"
     config = holdfast.Config(close_timeout_s=600.0)
@@ -308,21 +312,3 @@ def test_nobody_waits_at_the_end_for_those_who_know_that_it_is_durable(
     assert not lower.closing(run)
     assert time.monotonic() - began < 60
     assert looks == []
-
-
-def test_two_jobs_of_a_script_meet_each_for_itself(tmp_path: Path) -> None:
-    """What becomes of the last save of one is nothing to the other."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        jobs: list[Any] = [
-            SimpleNamespace(group=SimpleNamespace(world_size=2), incarnation=1, assembly=SimpleNamespace(job_id=job_id))
-            for job_id in "ab"
-        ]
-        first, second = (board_of(job) for job in jobs)
-        assert first is not None
-        assert second is not None
-        first(0).put("word", "no")
-        assert second(0).get("word") is None
-        assert first(0).get("word") == "no"
-    finally:
-        dist.destroy_process_group()

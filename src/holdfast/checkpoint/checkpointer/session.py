@@ -30,8 +30,19 @@ class Levels(Protocol):
     def before(self, run: Run, step: int) -> None:
         """`step` is finished, and nothing is due yet."""
 
-    def closing(self, run: Run) -> bool:
-        """Return whether the last save has to be made again before it is waited for."""
+    passed: str
+
+    def ends(self, step: int) -> None:
+        """This rank makes no step behind `step`."""
+
+    def awaits_room(self, run: Run, patience_s: float | None) -> bool:
+        """Waits for what all ranks are to save before the last save; whether that may become whole."""
+
+    def give_up_passed(self, run: Run) -> None:
+        """Gives up what is saved of steps that some rank never makes."""
+
+    def closing(self, run: Run, patience_s: float | None = None) -> bool:
+        """Return whether the last save has to be made again before it is waited for; `passed`: why it never becomes whole."""
 
     def stays_away(self, run: Run) -> None:
         """This rank cannot make the last save again."""

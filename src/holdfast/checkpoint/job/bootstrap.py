@@ -214,13 +214,15 @@ def _meet(group: Ranks, root: str, config: Config, key_id: str) -> Topology:
     """Return who runs where.
 
     Raises:
-        UsageError: the ranks are not of one job, or name different redundancy or retention. ConfigError: they have different keys.
+        UsageError: the ranks are not of one job or release, or name different redundancy or retention. ConfigError: they have different keys.
     """
     node, job = place_of(root, config).node, [absolute_root(root), config.run_id]
     kept = f"keep_last {config.keep_last}, keep_every {Cadence.parse(config.keep_every).text!r}"
     rows = collectives.gather_json(
         group, [*job, node, config.rack_label, config.backup_node, config.redundancy, key_id, kept]
     )
+    if len({len(row) for row in rows}) > 1:
+        raise UsageError("the ranks run different releases of holdfast", remedy="install the same one on every node")
     different = sorted({(row[0], row[1]) for row in rows})
     if len(different) > 1:
         raise UsageError(
