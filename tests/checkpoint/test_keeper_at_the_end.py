@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -381,3 +382,22 @@ def test_a_script_does_not_end_well_if_another_checkpointer_could_not_save(make:
         made["a"]._stop(made["a"]._run.last)
     assert newest(tmp_path / "a") == Version(1, 0)
     leave(made["b"])
+
+
+def test_the_end_waits_for_no_version_that_the_next_keeper_cannot_know(make: Make, tmp_path: Path) -> None:
+    """Its slot was given to a later one before its keeper died, and it was captured then."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    for step in range(3):
+        trainee.train()
+        checkpointer.save(step).wait("captured", DEADLINE_S)
+    trainee.train()
+    checkpointer.step(3)
+    keeper, link = keeper_of(checkpointer), checkpointer._run.link
+    keeper.kill()
+    eventually(lambda: link.client is None)
+    began = time.monotonic()
+    checkpointer.close()
+    assert time.monotonic() - began < DEADLINE_S
+    assert newest(tmp_path / "job") == Version(1, 3)

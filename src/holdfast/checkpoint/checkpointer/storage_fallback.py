@@ -190,7 +190,10 @@ class StorageFallback:
         client, began = self._link.client, time.monotonic()
         try:
             while time.monotonic() < began + self._config.close_timeout_s:
+                whole = client.announced.captured if client is not None else None
+                # The keeper of now need not know of one before that, whose slot had gone to a later one.
                 waits = [h for h in run.recent if not h.durable[0] and h.reached < Level.CAPTURED]
+                waits = [h for h in waits if whole is None or h.version > whole]
                 is_gone = client is None or not client.alive or self._link.client is not client
                 if not waits or is_gone or run.saver.memory is None:
                     break
