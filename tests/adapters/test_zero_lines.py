@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.distributed import HashStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import forked
 from doors_kit import untouched
@@ -32,7 +34,7 @@ from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.adapters.zero_lines.script_text import HOOK
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
-from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.liveness import group_timeouts, open_checkpointers
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
 from holdfast.testing.contracts.adapter_processes import keepers_under
@@ -289,6 +291,22 @@ def test_what_ranks_saved_at_different_points_of_the_job_is_not_taken(
     cuts = [{"turns": each, "collectives": made} for each, made in zip(turns, collectives_of_both, strict=True)]
     assert [doubts.belongs(7, cut) for cut in cuts] == [True, belong]
     assert all(doubts.belongs(8 + number, cut) for number, cut in enumerate(cuts)), "of another version each"
+
+
+def test_ranks_that_nobody_can_ask_are_not_asked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script may train before its process group is there, or with torch's fake one, whose collectives do nothing."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert doubts.ranks(Events()) is None
+    assert "not kept, where its loop begins the launcher started 2 ranks" in capfd.readouterr().err
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        assert group_timeouts.limit_of(dist.group.WORLD) is None
+        assert doubts.ranks(Events()) is None
+    finally:
+        dist.destroy_process_group()
+    assert "torch's fake one" in capfd.readouterr().err
 
 
 def test_other_ranks_are_waited_for_a_small_part_of_what_collectives_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

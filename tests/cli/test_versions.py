@@ -389,6 +389,16 @@ def test_a_foreign_directory_is_named_and_left_alone(holdfast: Run, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_root_that_lost_its_record_is_told_what_to_put_back(holdfast: Run, checkpoint: Path) -> None:
+    record = (checkpoint / "holdfast.json").read_bytes()
+    (checkpoint / "holdfast.json").unlink()
+    answer = holdfast("ls", checkpoint)
+    assert answer.returncode == 1
+    assert "holdfast.json is missing beside versions: put it back" in answer.stderr
+    (checkpoint / "holdfast.json").write_bytes(record)
+    assert holdfast("ls", checkpoint).returncode == 0
+
+
 def test_a_checkpoint_and_a_job_are_not_asked_of_at_once(holdfast: Run, checkpoint: Path) -> None:
     answer = holdfast("groups", checkpoint, "--job", checkpoint)
     assert answer.returncode == 2

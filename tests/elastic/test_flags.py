@@ -169,3 +169,18 @@ def test_a_wrong_value_of_a_flag_without_a_variable_names_the_flag(
         run_flags.pass_on_settings(run_flags.build_parser().parse_args([flag, value, __file__]))
     os.close(int(Path(os.environ["HOLDFAST_CONFIG"]).name))  # settings that children would read
     assert told.value.where == flag
+
+
+@pytest.mark.parametrize("secret", ["", "no such file", "open to others"])
+def test_an_address_without_its_secret_is_told_by_the_launcher_once(
+    secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank told it in a traceback, and was replaced twice for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "open to others").write_text("ab" * 32)
+    (tmp_path / "open to others").chmod(0o644)
+    words = ["--listen", "127.0.0.1", *(["--secret-file", secret] if secret else []), __file__]
+    with pytest.raises(ConfigError, match="secret"):
+        run_flags.pass_on_settings(run_flags.build_parser().parse_args(words))
+    os.close(int(Path(os.environ["HOLDFAST_CONFIG"]).name))

@@ -35,12 +35,16 @@ UNKEPT = (
 
 def ranks(events: Events) -> collectives.Ranks | None:
     """Returns the ranks of the job; None, and the reason told, if they cannot be asked."""
-    try:
-        return collectives.ranks()
-    except UsageError as error:
-        say(str(error.what))
-        events.emit("script_refused", reason=str(error.what))
-        return None
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":
+        reason = "its process group is torch's fake one, with nobody to ask"
+    else:
+        try:
+            return collectives.ranks()
+        except UsageError as error:
+            reason = f"where its loop begins {error.what}"
+    say(f"this script is not kept, {reason}; {UNKEPT}")
+    events.emit("script_refused", reason=reason)
+    return None
 
 
 def patience() -> float:

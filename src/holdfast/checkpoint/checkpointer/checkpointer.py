@@ -918,7 +918,7 @@ class Checkpointer:
             run.last = last = None
         run.saver.await_slots(self._config.close_timeout_s)
         is_unsaved = run.state_step > (last.version.step if last is not None else -1) and not changed
-        if is_unsaved and run.lower.awaits_room(run, self.patience_s):
+        if is_unsaved and run.lower.awaits_all(run, self.patience_s):
             last = self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
             if comes_back and (given_up := last.given_up) and (whole := run.whole) is not None:
                 last = self._raise_level(run, whole, Level.DURABLE)  # it was abandoned for good meanwhile
@@ -929,8 +929,7 @@ class Checkpointer:
                 self._leave_restored(run, run.fleeting.version, changed)
                 return False
             last = self._keep_restored(run, run.fleeting)
-        if not changed:
-            last, given_up = self._of_all(run, last), run.lower.passed or given_up
+        last, given_up = self._of_all(run, last, changed), run.lower.passed or given_up
         if last is not None:
             last, given_up = self._wait_for(run, last), given_up or last.durable[1]
         elif run.state_step >= 0 and not run.lower.passed:
@@ -944,7 +943,7 @@ class Checkpointer:
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
         return True
 
-    def _of_all(self, run: Run, last: SaveHandle | None) -> SaveHandle | None:
+    def _of_all(self, run: Run, last: SaveHandle | None, changed: str) -> SaveHandle | None:
         """Returns the save to wait for in `close`: the last one, made again where it has to be, or the newest one that all ranks make.
 
         None if that is in storage without this rank.
@@ -952,7 +951,9 @@ class Checkpointer:
         Raises:
             LevelNotReached: there is none that all ranks made.
         """
-        if run.lower.closing(run, self.patience_s):
+        if changed:
+            run.lower.awaits_all(run, self.patience_s)
+        elif run.lower.closing(run, self.patience_s):
             return self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
         if last is None or not run.lower.passed:
             return last

@@ -35,8 +35,8 @@ class Levels(Protocol):
     def ends(self, step: int) -> None:
         """This rank makes no step behind `step`."""
 
-    def awaits_room(self, run: Run, patience_s: float | None) -> bool:
-        """Waits for what all ranks are to save before the last save; whether that may become whole."""
+    def awaits_all(self, run: Run, patience_s: float | None) -> bool:
+        """Waits until all ranks have what this one has saved; whether none is known that makes fewer steps."""
 
     def give_up_passed(self, run: Run) -> None:
         """Gives up what is saved of steps that some rank never makes."""

@@ -185,19 +185,21 @@ class StorageFallback:
             logger.warning("the last save stays in memory: %s", error)
         return False
 
-    def awaits_room(self, run: Run, patience_s: float | None) -> bool:
-        """Before the last save: waits for versions that hold its slots until all ranks have them; whether all ranks may make that save."""
+    def awaits_all(self, run: Run, patience_s: float | None) -> bool:
+        """Waits until all ranks have what this one has saved; whether none is known that makes fewer steps.
+
+        Before the last save that waits for no longer than the save would: those versions hold its slots.
+        """
         client, began = self._link.client, time.monotonic()
         try:
             while time.monotonic() < began + self._config.close_timeout_s:
-                whole = client.announced.captured if client is not None else None
-                # The keeper of now need not know of one before that, whose slot had gone to a later one.
-                waits = [h for h in run.recent if not h.durable[0] and h.reached < Level.CAPTURED]
-                waits = [h for h in waits if whole is None or h.version > whole]
+                newest = run.whole
                 is_gone = client is None or not client.alive or self._link.client is not client
-                if not waits or is_gone or run.saver.memory is None:
+                if newest is None or newest.durable[0] or newest.reached >= Level.CAPTURED:
                     break
-                if self._never_comes(waits[-1], patient=patience_s is None or time.monotonic() < began + patience_s):
+                if is_gone or run.saver.memory is None:
+                    break
+                if self._never_comes(newest, patient=patience_s is None or time.monotonic() < began + patience_s):
                     return False
                 self._link.wait_mended(CLOSING_EVERY_S)  # one that is stopped now is continued
                 time.sleep(CLOSING_EVERY_S)

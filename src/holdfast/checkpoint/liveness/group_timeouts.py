@@ -49,4 +49,7 @@ def limit_of(group: Any) -> timedelta | None:
         backends = [group._get_backend(device) for device in group._device_types]
     except (AttributeError, RuntimeError):
         return None  # this torch, or a backend that is made later, does not tell
-    return max((backend.options._timeout for backend in backends if hasattr(backend, "options")), default=None)
+    options: list[Any] = [
+        getattr(backend, "options", None) for backend in backends
+    ]  # those of other packages may have none
+    return max((each._timeout for each in options if hasattr(each, "_timeout")), default=None)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-from holdfast.base.config import ENVIRONMENT, Config, hand_on, is_relative, load
+from holdfast.base.config import ENVIRONMENT, Config, disabled, hand_on, is_relative, load
 from holdfast.base.errors import ConfigError, UsageError
 from holdfast.core.elastic.escalation import Limits
 from holdfast.core.elastic.node_lease import GUARD_S
@@ -23,6 +23,7 @@ from holdfast.core.elastic.watch_mode import CAREFUL, MODES
 from holdfast.core.scheduling.cadence import Cadence
 from holdfast.elastic.launch.agent_options import EXIT_GRACE_S
 from holdfast.keeper.rpc.paths import absolute_root
+from holdfast.keeper.rpc.spawn import network_of
 
 logger = logging.getLogger(__name__)
 
@@ -183,9 +184,16 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
         raise ConfigError(error.what, where=next(ours, error.where), remedy=error.remedy) from None
     if variables["runtime_dir"] in os.environ:
         os.environ[variables["runtime_dir"]] = settings.runtime_dir
+    _check_network(settings)
     for field in ("every", "durable_every"):
         _check_cadence(getattr(settings, field), variables[field] if variables[field] in os.environ else field)
     return settings
+
+
+def _check_network(settings: Config) -> None:
+    """An address without its secret is told here once, not by every rank after its start."""
+    if not disabled() and not settings.secret_file.startswith("fd:"):  # who reads such a one takes it from the next
+        network_of(settings)
 
 
 def _check_cadence(text: str, where: str) -> None:

@@ -81,7 +81,12 @@ def read_job(backend: Backend) -> str:
         names = {name for name, _ in backend.listing("")} - NOT_FOREIGN
         if names and JOB_FILE not in names:
             what = f"the directory holds files that are not holdfast's ({', '.join(sorted(names)[:3])})"
-            raise ForeignDirectory(what, where=root, remedy="choose an empty or a new directory") from None
+            remedy = "choose an empty or a new directory"
+            if f"{INCARNATIONS}/" in names:
+                remedy = (
+                    f"{JOB_FILE} is missing beside versions: put it back from a copy of this directory; else {remedy}"
+                )
+            raise ForeignDirectory(what, where=root, remedy=remedy) from None
         remedy = "check the path and that it is mounted"
         raise VersionNotFound("there are no checkpoints", where=root, remedy=remedy) from None
     return decode_record(data, _Job, f"{root}/{JOB_FILE}").job_id
