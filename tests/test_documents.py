@@ -117,6 +117,14 @@ def test_files_that_documents_name_are_there() -> None:
     assert not [(page, name) for page, name in named if name not in ends and name.split("/")[-1] not in elsewhere]
 
 
+def test_nothing_tells_to_install_the_package_of_that_name_from_an_index() -> None:
+    """`holdfast` on PyPI is another project's; from a checkout it is `pip install .` or `./holdfast`."""
+    files = [path for folder in ("src", "examples", "docs") for path in (ROOT / folder).rglob("*")]
+    texts = {path: path.read_text() for path in files if path.suffix in {".py", ".md", ".yaml", ".sbatch", ".service"}}
+    told = re.compile(r"(?<!never `)pip install (?:-\S+ )*['\"]?holdfast\b")
+    assert not [str(path) for path, text in texts.items() if told.search(text)]
+
+
 def test_every_invariant_of_the_protocol_has_one_letter() -> None:
     rows = re.findall(r"^\| ([SV]\d+(?:, [SV]\d+)*) \|", (ROOT / "docs/spec/protocol.md").read_text(), re.MULTILINE)
     letters = [letter for row in rows for letter in row.split(", ")]

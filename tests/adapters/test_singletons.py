@@ -12,6 +12,7 @@ from holdfast.adapters import singletons
 from holdfast.core.elastic.rerun import why_not
 
 SET_UP = {
+    "torch.distributed.rpc": {"_init_counter": 1},
     "accelerate.state": {"PartialState": SimpleNamespace(_shared_state={"backend": "gloo"})},
     "megatron.core.parallel_state": {"_TENSOR_MODEL_PARALLEL_GROUP": object()},
     "deepspeed.comm.comm": {"cdb": object()},
@@ -20,6 +21,7 @@ SET_UP = {
     "ray": {"is_initialized": lambda: True},
 }
 NOT_SET_UP = {
+    "torch.distributed.rpc": {"_init_counter": 0},
     "accelerate.state": {"PartialState": SimpleNamespace(_shared_state={})},
     "megatron.core.parallel_state": {"_TENSOR_MODEL_PARALLEL_GROUP": None},
     "deepspeed.comm.comm": {"cdb": None},

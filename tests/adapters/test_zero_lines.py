@@ -9,13 +9,16 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.distributed import HashStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import forked
 from doors_kit import untouched
@@ -31,7 +34,7 @@ from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.adapters.zero_lines.script_text import HOOK
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
-from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.liveness import group_timeouts, open_checkpointers
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
 from holdfast.testing.contracts.adapter_processes import keepers_under
@@ -173,6 +176,17 @@ def test_an_object_is_asked_for_its_state_only_where_it_has_something_new() -> N
     assert thing.asked == 3
 
 
+TWO_LOOPS = """
+if first:
+    for step in range(2):
+        model(data).sum().backward()
+        optimizer.step()
+for step in range(3):
+    model(data).sum().backward()
+    optimizer.step()
+"""
+
+
 @pytest.fixture
 def nothing_open() -> Iterator[None]:
     """As in a process that has just been started: whatever earlier tests left open is not the script's."""
@@ -205,6 +219,29 @@ def test_what_one_rank_is_not_sure_of_keeps_all_ranks_from_being_touched(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("nothing_open")
+def test_ranks_that_come_to_different_loops_are_kept_on_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 warms up alone, and the other one waits for it in the training of all: their steps do not belong together."""
+    nest = find_nested(TWO_LOOPS)
+    assert isinstance(nest, Nest)
+    code = compile(nest.tree, "train.py", "exec")
+    mine = threading.local()
+    monkeypatch.setattr(collectives, "ranks", lambda: mine.rank)
+
+    def begin(rank: collectives.Ranks) -> object:
+        mine.rank = rank
+        hook = KeptLoops(nest, str(tmp_path / "root"))
+        names = named(data=torch.ones(2), first=rank.rank == 0)
+        exec(code, {**names, HOOK: hook})
+        return hook._run
+
+    assert on_all(2, begin) == [None, None]
+    assert "rank 0: another rank comes to the loop of line 6" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_loop_to_which_only_some_ranks_come_is_kept_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 trains while the others stand in a barrier of the script: nobody waits for them, and all have the same answer."""
     monkeypatch.setattr(doubts.dist, "is_initialized", lambda: True)
@@ -223,6 +260,61 @@ def test_a_loop_to_which_only_some_ranks_come_is_kept_on_none(monkeypatch: pytes
     late = collectives.Alone()
     late.world_size = 3  # it comes when the others have gone on
     assert not doubts.have_all_come(late, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("turns", "collectives_of_both", "belong"),
+    [
+        (
+            [[[0, 8]], [[0, 9]]],
+            [{"0": 40}, {"0": 45}],
+            False,
+        ),  # one left a step of its optimizer out, and averaged all the same
+        ([[[0, 8]], [[0, 16]]], [{"0": 40}, {"0": 40}], True),  # one accumulates twice as many batches
+        (
+            [[[0, 1], [1, 8]], [[0, 1], [1, 8]]],
+            [{"0": 40}, {"0": 43}],
+            True,
+        ),  # a thread of the script has a collective on its way
+        ([[[0, 8]], [[0, 9]]], [{"0": 40, "1": 3}, {"0": 40, "2": 5}], True),  # groups of which only one is a member
+    ],
+)
+def test_what_ranks_saved_at_different_points_of_the_job_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    turns: list[list[list[int]]],
+    collectives_of_both: list[dict[str, int]],
+    belong: bool,
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(doubts.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(doubts.dist.distributed_c10d, "_get_default_store", lambda: store)
+    cuts = [{"turns": each, "collectives": made} for each, made in zip(turns, collectives_of_both, strict=True)]
+    assert [doubts.belongs(7, cut) for cut in cuts] == [True, belong]
+    assert all(doubts.belongs(8 + number, cut) for number, cut in enumerate(cuts)), "of another version each"
+
+
+def test_ranks_that_nobody_can_ask_are_not_asked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script may train before its process group is there, or with torch's fake one, whose collectives do nothing."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert doubts.ranks(Events()) is None
+    assert "not kept, where its loop begins the launcher started 2 ranks" in capfd.readouterr().err
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        assert group_timeouts.limit_of(dist.group.WORLD) is None
+        assert doubts.ranks(Events()) is None
+    finally:
+        dist.destroy_process_group()
+    assert "torch's fake one" in capfd.readouterr().err
+
+
+def test_other_ranks_are_waited_for_a_small_part_of_what_collectives_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doubts.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(doubts.group_timeouts, "limit_of", lambda _: timedelta(seconds=20))
+    assert doubts.patience() == 5.0
+    monkeypatch.setattr(doubts.group_timeouts, "limit_of", lambda _: timedelta(minutes=30))
+    assert doubts.patience() == 30.0
 
 
 ACCUMULATES = """

@@ -104,6 +104,17 @@ def test_who_looks_believes_nothing_there(
         look(unfit)
 
 
+def test_nobody_is_told_to_change_the_mode_of_a_file_or_of_what_a_link_leads_to(tmp_path: Path) -> None:
+    """`HOLDFAST_RUNTIME_DIR=/etc/passwd`: a chmod 700 of that ends more than a job."""
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch()
+    link.symlink_to(tmp_path)
+    for path in (file, link):
+        with pytest.raises(ConfigError, match="not ours alone") as told:
+            private.prove(path)
+        assert "chmod" not in told.value.remedy
+
+
 @pytest.mark.parametrize("planted", ["link", "hard link", "fifo"])
 def test_a_file_that_leads_elsewhere_is_left_alone(tmp_path: Path, planted: str) -> None:
     """As it may stand in a directory that was open to others before."""

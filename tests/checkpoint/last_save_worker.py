@@ -24,9 +24,10 @@ def main() -> None:
     torch.manual_seed(7)
     model = torch.nn.Linear(64, 64)
     left_out = how in ("stepped", "loaded")
+    shorter = how.startswith("shorter")
     budget = {"memory_budget": "64KiB"} if how == "storage alone" else {}
     config = holdfast.Config(
-        every="1" if left_out else "0", durable_every="0", begin_timeout_s=0.2, linger_s=1.0, **budget
+        every="1" if left_out or shorter else "0", durable_every="0", begin_timeout_s=0.2, linger_s=1.0, **budget
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
@@ -35,12 +36,14 @@ def main() -> None:
     dist.barrier()
     if left_out and rank == 0:
         dist.barrier()
-    elif rank == 1 and not left_out:
+    elif rank == 1 and not left_out and not shorter:
         time.sleep(2.0)  # ten times what a save in the middle of a training may wait
     checkpointer.save(1) if not budget else checkpointer.step(1)
     said = ""
     if how == "close":
         checkpointer.step(2)
+    elif shorter:
+        go_on(checkpointer, rank, model, how)
     elif how == "last":
         checkpointer.save_last(2)
         with torch.no_grad():
@@ -66,6 +69,21 @@ def main() -> None:
         said = str(error)
     print(json.dumps({"said": said}), flush=True)
     dist.destroy_process_group()
+
+
+def go_on(checkpointer: holdfast.Checkpointer, rank: int, model: torch.nn.Module, how: str) -> None:
+    """Rank 0 makes four steps that the other one does not make."""
+    waits = how == "shorter and waits"
+    if rank == 0:
+        for step in range(2, 6):
+            checkpointer.step(step)
+    if how == "shorter and loaded":  # as at the end of `Join`, which sends the weights of one rank to all
+        model.load_state_dict(torch.nn.Linear(64, 64).state_dict())
+    if waits and rank == 0:
+        checkpointer.patience_s = 1.0
+        checkpointer.close()
+    if waits:
+        dist.barrier()  # so rank 1 does not come to its end before rank 0 has closed
 
 
 if __name__ == "__main__":

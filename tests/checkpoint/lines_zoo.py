@@ -107,6 +107,117 @@ CASES = {
         settings, odd = Settings(n=1), Odd()
         """,
     ),
+    "callbacks in a list, and one by its index": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            for callback in callbacks:
+                callback.on_step(loss.item())
+            callbacks[0].note(loss)
+            ckpt.step(step)
+        """,
+        before="""
+        class Patience:
+            best, bad = float("inf"), 0
+            def on_step(self, loss):
+                self.bad = 0 if loss < self.best else self.bad + 1
+                self.best = min(loss + step_size, self.best + step_size)
+        class Average(Patience):
+            def __init__(self):
+                self.mean = {"loss": torch.zeros(())}
+            def note(self, loss):
+                self.mean["loss"].mul_(0.9).add_(loss.detach())
+            def on_step(self, loss):
+                pass
+        class Teacher:
+            def __init__(self):
+                self.model = nn.Linear(4, 2)
+            def on_step(self, loss):
+                with torch.no_grad():
+                    self.model.weight.add_(loss)
+        class Count:
+            def __init__(self):
+                self.count = 0
+            def on_step(self, loss):
+                self.count += 1
+            def state_dict(self):
+                return {"count": self.count}
+            def load_state_dict(self, state):
+                self.count = state["count"]
+        step_size = 1.0
+        callbacks = [Average(), Patience(), Teacher(), Count()]
+        """,
+        given=", count=callbacks[3]",
+        names=("callbacks[0].mean", "callbacks[1].best", "callbacks[2].model"),
+    ),
+    "callbacks in a dict of an object": Case(
+        """
+        trainer.run(start)
+        """,
+        before="""
+        class Patience:
+            bad = 0
+            def on_step(self, loss):
+                self.bad += 1
+        class Trainer:
+            def __init__(self, hooks):
+                self.hooks = hooks
+            def run(self, start):
+                for step in range(start, 8):
+                    loss = train(batch())
+                    for hook in self.hooks.values():
+                        hook.on_step(loss.item())
+                    ckpt.step(step)
+        trainer = Trainer({"stop": Patience()})
+        """,
+        in_function=False,
+        names=("self.hooks['stop'].bad",),
+    ),
+    "callbacks that keep nothing for the next step": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            for meter in meters:
+                meter.reset()
+                meter.update(loss.item())
+            ckpt.step(step)
+        """,
+        before="""
+        class Meter:
+            def __init__(self):
+                self.reset()
+            def reset(self):
+                self.total, self.began = 0.0, time.time()
+            def update(self, loss):
+                self.total += loss
+                self.last = loss
+                self.took = time.time() - self.began
+        meters = [Meter(), Meter()]
+        """,
+    ),
+    "a function that keeps a number": Case(
+        """
+        for step in range(start, 8):
+            rate = decayed()
+            train(batch() * rate * count())
+            ckpt.step(step)
+        """,
+        before="""
+        def counter():
+            n = 0
+            def inc():
+                nonlocal n
+                n += 1
+                return n
+            return inc
+        count, scale = counter(), 1.0
+        def decayed():
+            nonlocal scale
+            scale *= 0.9
+            return scale
+        """,
+        names=("count", "scale"),
+    ),
     "a while loop": Case(
         """
         while step < 8:

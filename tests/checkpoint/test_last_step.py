@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,19 @@ def test_where_another_rank_left_the_last_step_out_the_one_before_is_durable(
     assert all("what is durable is step 1; step 2 is not saved" in err for _, err in said)
     model = torch.nn.Linear(64, 64)
     assert make(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).restore() == 2
+
+
+@pytest.mark.parametrize("how", ["shorter", "shorter and waits", "shorter and loaded"])
+def test_a_rank_that_makes_fewer_steps_keeps_nobody_waiting_at_the_end(tmp_path: Path, how: str) -> None:
+    """As with uneven inputs under `Join`. The second one waits for what the first does behind its loop, and so does not come to its end."""
+    began = time.monotonic()
+    ranks, said = ended(tmp_path, how)
+    assert time.monotonic() - began < 60, "not `close_timeout_s`"
+    assert [(rank.returncode, out.strip()) for rank, (out, _) in zip(ranks, said, strict=True)] == [
+        (0, '{"said": ""}')
+    ] * 2, said
+    assert f"step 5 is not saved: {'parameters' if 'loaded' in how else 'some rank'}" in said[0][1], said
+    assert stored(tmp_path)[-1].step == 1
 
 
 def test_straight_to_storage_all_ranks_save_the_last_step_or_none(tmp_path: Path) -> None:

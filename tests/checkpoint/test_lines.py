@@ -63,7 +63,7 @@ def test_what_a_loop_leaves_out_is_named_and_nothing_else(
 ) -> None:
     said = told(tmp_path, CASES[name], caplog)
     assert "is not looked at" not in said
-    assert set(re.findall(r"^    ([\w.]+): ", said, re.MULTILINE)) == set(CASES[name].names)
+    assert set(re.findall(r"^    ([\w.\[\]']+): ", said, re.MULTILINE)) == set(CASES[name].names)
 
 
 def test_what_is_told_names_the_place_and_the_lines_that_keep_it(
@@ -75,6 +75,26 @@ def test_what_is_told_names_the_place_and_the_lines_that_keep_it(
     assert 'x = ckpt.carry("x", x)\n' in said
     assert "ckpt.step(step, x=x)" in said
     assert said.count("WARNING") == 1
+
+
+def test_the_lines_of_a_later_warning_keep_what_was_told_before_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who takes the last ones needs no other."""
+    loop = """
+        for step in range(start, 8):
+            often.append(train(batch()).item())
+            if step >= 3:
+                seldom.append(often[-1])
+            ckpt.step(step)
+        """
+    said = told(tmp_path, Case(loop, before="often, seldom = [0.0], [0.0]"), caplog)
+    assert said.count("WARNING") == 2
+    first, last = said.split("WARNING")[1:]
+    assert "ckpt.step(step, often=often)\n" in first
+    assert "often: " not in last
+    assert 'often, seldom = ckpt.carry("often", often), ckpt.carry("seldom", seldom)\n' in last
+    assert "ckpt.step(step, often=often, seldom=seldom)\n" in last
 
 
 def test_no_line_is_told_that_carry_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,8 @@ from holdfast.core.scheduling.storage_fallback import FallbackState
 from holdfast.tiers.storage.version_store import open_storage
 from kit.checkpointers import Make, Trainee, kill_keeper
 
+JOB = SimpleNamespace(job_id="job")
+
 
 class Growing:
     """State whose size changes in mid-run."""
@@ -197,6 +199,9 @@ class Board(dict[str, str]):
     def first(self, key: str, text: str) -> str:
         return self.setdefault(key, text)
 
+    def least(self, key: str, number: int) -> None:
+        self[key] = str(min(number, int(self.get(key, number))))
+
 
 class Link:
     """Is a link to a keeper that is in order, or to one that followed a keeper that died with the last version.
@@ -230,7 +235,7 @@ def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(
     saver.memory = saver
 
     def closing(rank: int, given_up: str) -> bool:
-        job: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, world_size=2), incarnation=1)
+        job: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, world_size=2), incarnation=1, assembly=JOB)
         link: Any = Link(Version(1, 2) if lost and not rank else None)
         nothing: Any = None
         config = holdfast.Config(close_timeout_s=60.0)
@@ -266,7 +271,7 @@ def test_nobody_waits_at_the_end_for_a_rank_that_cannot_save_again(
     checkpointer._run.lower._boards = lambda _: board  # type: ignore[union-attr]
     checkpointer.close()
 
-    job: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=2), incarnation=1)
+    job: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=2), incarnation=1, assembly=JOB)
     nothing: Any = None
     monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
     config = holdfast.Config(close_timeout_s=20.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from cli.conftest import Run
 from holdfast import testing
 from holdfast.base.config import CONFIG_FILE_VARIABLE, DISABLE_VARIABLE, ENVIRONMENT, Config
 from holdfast.base.errors import UsageError
-from holdfast.cli import subcommands
+from holdfast.cli import cli, subcommands
 from holdfast.cli.cli import app
 from holdfast.elastic.launch import run_flags
 from sample_kit import sampled
@@ -138,4 +139,22 @@ def test_a_demo_without_its_packages_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(subcommands.NEEDS, "demo", ("rich", "a_package_that_nobody_has"))
     with pytest.raises(UsageError, match="needs a_package_that_nobody_has") as told:
         subcommands.become("demo", [])
-    assert "holdfast[testing]" in told.value.remedy
+    assert told.value.remedy == "pip install a_package_that_nobody_has"
+
+
+@pytest.mark.parametrize("command", ["run", "demo", "drill", "prove"])
+def test_a_program_without_torch_is_an_error_and_no_traceback(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["holdfast", command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert f"error HF100: `holdfast {command}` needs torch" in capsys.readouterr().err
+
+
+def test_a_question_that_needs_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match="needs torch"):
+        subcommands.ask("exported", [])

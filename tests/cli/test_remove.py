@@ -101,7 +101,7 @@ def test_what_a_restart_would_go_on_from_is_refused(holdfast: Run, root: Path) -
 
 @pytest.mark.parametrize(
     ("names", "code", "said"),
-    [((), 2, "no version is named"), (("newest",), 2, "not a version"), ((str(Version(7, 7)),), 1, "there is no")],
+    [((), 2, "no version is named"), (("newest",), 2, "not a version"), ((str(Version(7, 7)),), 1, "is not there")],
 )
 def test_wrong_names_remove_nothing(holdfast: Run, root: Path, names: tuple[str, ...], code: int, said: str) -> None:
     before = tree(root)

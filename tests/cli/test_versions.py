@@ -208,6 +208,26 @@ def test_a_version_that_never_was_there_is_said_so(checkpoint: Path) -> None:
         versions.verify_versions(str(checkpoint), "i000001-s0000000099", as_json=True)
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect", "groups"])
+def test_a_root_without_a_durable_version_is_not_called_good(holdfast: Run, checkpoint: Path, command: str) -> None:
+    """Who verifies before an upload, or before older places go, must not take nothing for good."""
+    for manifest in checkpoint.glob("i*/manifest.json"):
+        manifest.unlink()
+    answer = holdfast(command, checkpoint, "--json")
+    assert answer.returncode == 1
+    assert json.loads(answer.stdout)["error"]["what"] == "no version is durable yet"
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "groups", "rm"])
+def test_a_version_that_ls_shows_is_called_uncommitted_and_not_absent(
+    holdfast: Run, checkpoint: Path, command: str
+) -> None:
+    (checkpoint / NEWEST / "manifest.json").unlink()
+    answer = holdfast(command, checkpoint, NEWEST)
+    assert answer.returncode == 1
+    assert f"{NEWEST} is not committed" in answer.stderr
+
+
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_no_older_version_is_exported_for_one_that_was_moved_away(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     """Somebody needed space, and left a link: a restart waits for such a version, and takes nothing older."""
@@ -367,6 +387,32 @@ def test_a_foreign_directory_is_named_and_left_alone(holdfast: Run, tmp_path: Pa
     assert answer.returncode == 1
     assert json.loads(answer.stdout)["error"]["code"] == "HF202"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_root_that_lost_its_record_is_told_what_to_put_back(holdfast: Run, checkpoint: Path) -> None:
+    record = (checkpoint / "holdfast.json").read_bytes()
+    (checkpoint / "holdfast.json").unlink()
+    answer = holdfast("ls", checkpoint)
+    assert answer.returncode == 1
+    assert "holdfast.json is missing beside versions: put it back" in answer.stderr
+    (checkpoint / "holdfast.json").write_bytes(record[:-5])
+    answer = holdfast("ls", checkpoint)
+    assert answer.returncode == 1
+    assert "put holdfast.json back from a copy of this directory" in answer.stderr
+    (checkpoint / "holdfast.json").write_bytes(record)
+    assert holdfast("ls", checkpoint).returncode == 0
+
+
+def test_a_checkpoint_and_a_job_are_not_asked_of_at_once(holdfast: Run, checkpoint: Path) -> None:
+    answer = holdfast("groups", checkpoint, "--job", checkpoint)
+    assert answer.returncode == 2
+    assert "give ROOT alone" in answer.stderr
+
+
+def test_a_distance_that_no_clock_knows_is_wrong_usage(holdfast: Run, tmp_path: Path) -> None:
+    for seconds in ("1e400", "1e12", "nan"):
+        answer = holdfast("status", "--watch", seconds, "--runtime-dir", tmp_path / "run")
+        assert (answer.returncode, answer.stdout) == (2, "")
 
 
 def test_wrong_usage_ends_with_two(holdfast: Run, checkpoint: Path) -> None:

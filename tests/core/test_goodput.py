@@ -112,7 +112,7 @@ def test_a_box_tells_all_of_it_and_is_a_box() -> None:
     lines = text.splitlines()
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= WIDTH
-    for part in ("incident 1", "rank 1 on n0", "after 1.00 s by its process ended", "ranks 0, 2 kept", "steps lost   2",
+    for part in ("incident 1", "rank 1 on n0", "after 1.00 s: its process ended", "the processes of ranks 0, 2", "steps lost   2",
                  "T3 load 0.75", "3.00 in all", "ranks 0, 2 from slot; rank 1 from twin", "replace: one process failed"):  # fmt: skip
         assert part in text
     assert "\x1b" not in text

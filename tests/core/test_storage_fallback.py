@@ -26,6 +26,9 @@ class Board:
     def first(self, key: str, text: str) -> str:
         return self.rows.setdefault(key, text)
 
+    def least(self, key: str, number: int) -> None:
+        self.rows[key] = str(min(number, int(self.rows.get(key, number))))
+
 
 class Rank:
     """One rank that trains at its own pace, waits with little patience, and looks at the board only when unsure."""

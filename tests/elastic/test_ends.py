@@ -523,6 +523,32 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
+SAVES_AT_THE_END = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(os.environ["HERE"])
+def save(*_):
+    (here / "saved").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+(here / "ready").touch()
+time.sleep(60)
+"""
+
+
+def test_a_terminal_that_is_closed_leaves_time_to_save(tmp_path: Path) -> None:
+    """SIGHUP was handed on, and ended every rank at once, while the launcher said that they have time to save."""
+    (tmp_path / "script.py").write_text(SAVES_AT_THE_END)
+    environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
+    with subprocess.Popen([*LAUNCH, "script.py"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as launcher:
+        try:
+            wait_for((tmp_path / "ready").exists, "the rank", str)
+            launcher.send_signal(signal.SIGHUP)
+            _, said = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert (launcher.returncode, (tmp_path / "saved").exists()) == (0, True), said
+
+
 # Rank 1 is killed once, when both have made shared memory under a name of their own. Not before: what is interrupted between
 # the making and the entry in Python's list of what to remove is left by Python itself.
 SHARES = """

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import forked
+from holdfast.base.errors import ConfigError, UsageError
 from holdfast.elastic.launch import run_flags
 
 WORKER = Path(__file__).with_name("seen_worker.py")
@@ -138,3 +139,48 @@ def test_jobs_that_were_given_no_id_have_different_ones(monkeypatch: pytest.Monk
     assert len(set(told)) == 4
     assert told[-1] == "mine"
     assert all(len(each) == 36 for each in told[:-1])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--checkpoint-dir", "", __file__], "--checkpoint-dir is empty"),
+        (["--checkpoint-dir= ", __file__], "--checkpoint-dir is empty"),
+        (["no such script.py"], "there is no script no such script.py"),
+    ],
+)
+def test_a_path_that_cannot_be_meant_is_refused_before_anything_starts(words: list[str], said: str) -> None:
+    """`--checkpoint-dir "$ROOT"` with no ROOT ran a job that kept nothing, and said nothing."""
+    with pytest.raises(UsageError, match=said):
+        run_flags.check_names(run_flags.build_parser().parse_args(words))
+
+
+@pytest.mark.parametrize("words", [["-m", "json.tool"], ["--no-python", "true"], ["-"], [__file__]])
+def test_what_may_run_is_not_refused(words: list[str]) -> None:
+    run_flags.check_names(run_flags.build_parser().parse_args(words))
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--redundancy", "parity:0"), ("--replicate-bandwidth", "much")])
+def test_a_wrong_value_of_a_flag_without_a_variable_names_the_flag(
+    flag: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(ConfigError) as told:
+        run_flags.pass_on_settings(run_flags.build_parser().parse_args([flag, value, __file__]))
+    os.close(int(Path(os.environ["HOLDFAST_CONFIG"]).name))  # settings that children would read
+    assert told.value.where == flag
+
+
+@pytest.mark.parametrize("secret", ["", "no such file", "open to others"])
+def test_an_address_without_its_secret_is_told_by_the_launcher_once(
+    secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank told it in a traceback, and was replaced twice for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "open to others").write_text("ab" * 32)
+    (tmp_path / "open to others").chmod(0o644)
+    words = ["--listen", "127.0.0.1", *(["--secret-file", secret] if secret else []), __file__]
+    with pytest.raises(ConfigError, match="secret"):
+        run_flags.pass_on_settings(run_flags.build_parser().parse_args(words))
+    os.close(int(Path(os.environ["HOLDFAST_CONFIG"]).name))

@@ -188,8 +188,9 @@ def test_without_a_secret_nothing_listens_and_all_interfaces_are_asked_for_twice
     with pytest.raises(ConfigError, match="needs the job's secret"):
         Network(listen="127.0.0.1")
     for address in ("0.0.0.0", "::", "*"):
-        with pytest.raises(ConfigError, match="every interface"):
+        with pytest.raises(ConfigError, match="every interface") as told:
             Network(listen=address, secret=SECRET)
+        assert "--" not in told.value.remedy, "it is a setting, and no flag of a command"
         Network(listen=address, secret=SECRET, unsafe=True)
     assert SECRET.hex() not in repr(Network(secret=SECRET))
 

@@ -28,6 +28,8 @@ def _own_metrics(module: Any) -> bool:
 
 # Module -> what it is called, and how it is asked whether it is set up.
 KNOWN: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    # It counts how often it was begun, and ranks that count otherwise never meet: a shutdown does not begin anew.
+    "torch.distributed.rpc": ("the RPC of torch", lambda it: getattr(it, "_init_counter", 0)),
     "accelerate.state": ("the state of Accelerate", lambda it: it.PartialState._shared_state),
     "megatron.core.parallel_state": ("the groups of Megatron", _any_group),
     "megatron.training.global_vars": ("the arguments of Megatron", operator.attrgetter("_GLOBAL_ARGS")),

@@ -21,6 +21,7 @@ _ATTEMPTS = 8
 _GROWS_BYTES = 1 << 16
 
 REMEDY = "chmod 700 it, or set HOLDFAST_RUNTIME_DIR to a private directory"
+NO_DIRECTORY_REMEDY = "set HOLDFAST_RUNTIME_DIR to a private directory; links are not followed"
 OTHERS_REMEDY = "another user made it: set HOLDFAST_RUNTIME_DIR to a private directory"
 
 
@@ -136,6 +137,12 @@ def is_private(found: os.stat_result) -> bool:
 
 def _require(found: os.stat_result, path: Path) -> None:
     if not is_private(found):
-        what = "the runtime directory is not ours alone (owner, or open to others)"
-        remedy = REMEDY if found.st_uid == os.geteuid() else OTHERS_REMEDY
-        raise ConfigError(what, where=str(path), remedy=remedy)
+        what, remedy = shortcoming(found)
+        raise ConfigError(f"the runtime directory {what}", where=str(path), remedy=remedy)
+
+
+def shortcoming(found: os.stat_result) -> tuple[str, str]:
+    """Returns what is wrong with a directory that is not private, and what to do. Only a directory of ours may need a chmod."""
+    if not stat.S_ISDIR(found.st_mode):
+        return "is not ours alone (no directory, or a link to one)", NO_DIRECTORY_REMEDY
+    return "is not ours alone (owner, or open to others)", REMEDY if found.st_uid == os.geteuid() else OTHERS_REMEDY

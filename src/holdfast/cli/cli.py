@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from holdfast import __version__
+from holdfast.base.errors import UsageError
 from holdfast.cli import doctor as doctor_tool
 from holdfast.cli import groups_command as groups_tool
 from holdfast.cli import report as report_tool
@@ -20,7 +21,7 @@ from holdfast.cli import status as status_tool
 from holdfast.cli import subcommands
 from holdfast.cli import timeline as trace_tool
 from holdfast.cli.command_options import Json, RanksPerNode, Root, RunningJob, VersionName, takes
-from holdfast.cli.console import errors_shown, say, whole_output
+from holdfast.cli.console import USAGE, error_text, errors_shown, say, whole_output
 from holdfast.cli.planning import interval_advice
 from holdfast.cli.planning import pipeline_plan as pipeline_tool
 from holdfast.cli.planning import plan as plan_tool
@@ -115,7 +116,7 @@ def prove(context: typer.Context) -> None:
 def status(
     json: Json = False,
     watch: Annotated[
-        float | None, typer.Option(min=0.1, metavar="SECONDS", help="Refresh every SECONDS seconds.")
+        float | None, typer.Option(min=0.1, max=86400, metavar="SECONDS", help="Refresh every SECONDS seconds.")
     ] = None,
     runtime_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of the keepers' sockets.")] = None,
     prometheus: Annotated[bool, typer.Option("--prometheus", help="Print metrics as text for Prometheus.")] = False,
@@ -353,7 +354,11 @@ def main() -> None:
     """Entry point of the console script."""
     if len(sys.argv) > 1 and sys.argv[1] in subcommands.PROGRAMS:
         # Their arguments are not ours to parse: a script's `--json` or `--` must arrive as it was written.
-        subcommands.become(sys.argv[1], sys.argv[2:])
+        try:
+            subcommands.become(sys.argv[1], sys.argv[2:])
+        except UsageError as error:
+            say(error_text(error), file=sys.stderr)
+            sys.exit(USAGE)
     with whole_output():
         app()
 

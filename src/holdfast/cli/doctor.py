@@ -184,8 +184,10 @@ def runtime_directory(settings: Config, root: str) -> Check:
         if not os.access(parent, os.W_OK | os.X_OK):
             return Check(name, PROBLEM, f"{detail} cannot be made in {parent}", "set HOLDFAST_RUNTIME_DIR")
         return Check(name, GOOD, f"{detail} (made when needed)")
-    if not private.is_private(place.runtime.lstat()):
-        return Check(name, PROBLEM, f"{detail} is not ours alone", "chmod 700 it, or set HOLDFAST_RUNTIME_DIR")
+    found = place.runtime.lstat()
+    if not private.is_private(found):
+        what, remedy = private.shortcoming(found)
+        return Check(name, PROBLEM, f"{detail} {what}", remedy)
     return Check(name, GOOD, f"{detail}, private")
 
 

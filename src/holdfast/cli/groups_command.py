@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.cli import console, rank_ranges
 from holdfast.cli.running_job import live_job
@@ -40,6 +41,10 @@ class _Subject:
 
 def groups(root: str | None, version: str | None, *, job: str | None, ranks_per_node: int | None, as_json: bool) -> int:
     """`holdfast groups`; the exit code: 1 if something would be lost, or have been, with a single node."""
+    if root is not None and job is not None:
+        raise UsageError(
+            "a checkpoint and a running job are two questions", remedy="give ROOT alone, or --job ROOT alone"
+        )
     subject = _live(job) if root is None else _saved(root, version, ranks_per_node)
     found = _by_group(subject.shards)
     twins = _twins(subject.world_size, found)

@@ -24,8 +24,8 @@ PROGRAMS = {
     "prove": "holdfast.testing.prove.prove",
 }
 
-# What a program needs beyond the library (the extra `testing`).
-NEEDS = {"demo": ("rich",), "drill": ("psutil", "rich"), "prove": ("psutil",)}
+# Packages of the extra `testing`; torch a machine that only looks at checkpoints may be without.
+NEEDS = {"demo": ("torch", "rich"), "drill": ("torch", "psutil", "rich"), "prove": ("torch", "psutil")}
 
 QUESTIONS = {
     "exported": "holdfast.adapters.exported",
@@ -40,19 +40,26 @@ def become(name: str, arguments: Sequence[str]) -> NoReturn:
     Raises:
         UsageError: packages that it needs are not installed.
     """
-    missing = [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
-    if missing:
-        raise UsageError(
-            f"`holdfast {name}` needs {' and '.join(missing)}", remedy="pip install 'holdfast[testing]' brings them"
-        )
+    _require(f"`holdfast {name}`", NEEDS.get(name, ("torch",)))
     open_standard_files()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, program.command(PROGRAMS[name], *arguments))
 
 
+def _require(what: str, packages: Sequence[str]) -> None:
+    """Refuse if packages are missing. Each is named itself: `holdfast` is another project's name on PyPI."""
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise UsageError(f"{what} needs {' and '.join(missing)}", remedy=f"pip install {' '.join(missing)}")
+
+
 def ask(name: str, arguments: Sequence[str]) -> bytes:
-    """Return what the program answers on standard output; empty if it fails. Its errors go where ours do."""
+    """Return what the program answers on standard output; empty if it fails. Its errors go where ours do.
+
+    Raises:
+        UsageError: torch is not installed.
+    """
+    _require("this", ("torch",))
     sys.stderr.flush()
     command = program.command(QUESTIONS[name], *arguments)
     answer = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)

@@ -115,6 +115,17 @@ def collectives(device: str) -> Any:
     return told
 
 
+def two_devices(device: str) -> Any:
+    """Each rank's collectives go over two devices of its own, and each rank is behind on another one of them."""
+    places = [f"sim:{RANK + shift * SIZE}" for shift in (0, 1)]
+    sim.sleep(0.2, places[RANK])
+    sums = [torch.full((3 + 100 * number,), 1.0, device=place) for number, place in enumerate(places)]
+    for _ in range(3):
+        for each in sums:
+            dist.all_reduce(each)
+    return [each.unique().tolist() for each in sums]
+
+
 def lost_peer(device: str) -> Any:
     """Rank 1 ends; rank 0 finds its device hanging behind a collective, aborts, and sees what is there; twice."""
     groups = {how: dist.new_group(backend="simccl") for how in ("goes on", "error")}

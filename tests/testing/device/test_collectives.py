@@ -21,7 +21,9 @@ WORKER = Path(__file__).with_name("collectives_worker.py")
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What the ranks of one job told of everything that needs no failure."""
-    return job(tmp_path_factory.mktemp("job"), "plain", "collectives", "ddp", "fsdp", "hsdp", "attention")
+    return job(
+        tmp_path_factory.mktemp("job"), "plain", "collectives", "ddp", "fsdp", "hsdp", "attention", "two_devices"
+    )
 
 
 def job(directory: Path, *modes: str, size: int = 2) -> list[Any]:
@@ -77,6 +79,11 @@ def test_attention_whose_heads_lie_on_all_ranks_equals_one_process(told: list[An
     for rank in told:
         ours, alone = (torch.tensor(each) for each in rank["attention"])
         assert torch.allclose(ours, alone, atol=1e-6)
+
+
+def test_devices_of_one_rank_do_not_wait_for_each_other(told: list[Any]) -> None:
+    """A group has a communicator for each device, as NCCL's has: what two devices do comes in no order."""
+    assert [rank["two_devices"] for rank in told] == [[[8.0], [8.0]]] * 2
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])

@@ -78,9 +78,7 @@ def _callbacks() -> Any:
         try:
             from pytorch_lightning import callbacks  # noqa: PLC0415
         except ImportError as error:
-            raise UsageError(
-                f"Lightning cannot be imported: {error}", remedy="pip install 'holdfast[lightning]'"
-            ) from error
+            raise UsageError(f"Lightning cannot be imported: {error}", remedy="pip install lightning") from error
     return callbacks
 
 

@@ -87,9 +87,7 @@ def _torch_io() -> Any:
     try:
         from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: PLC0415 - not there without the extra
     except ImportError as error:
-        raise UsageError(
-            f"Lightning cannot be imported: {error}", remedy="pip install 'holdfast[lightning]'"
-        ) from error
+        raise UsageError(f"Lightning cannot be imported: {error}", remedy="pip install lightning") from error
     return TorchCheckpointIO
 
 

@@ -7,6 +7,7 @@ it is refused before anything of it is loaded: the script then runs as it was wr
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,8 +22,9 @@ from holdfast.adapters.zero_lines.proposed_lines import Proposer
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.liveness import group_timeouts
 
-# A rank that is later than this at the loop, behind the first one, has none: then no rank's is kept.
+# A rank that is later than this at the loop, behind the first one, has none: then no rank's is kept. So it is with the last step.
 PATIENCE_S = 30.0
 # What it means that a loop which trains is not kept, and what to do.
 UNKEPT = (
@@ -33,15 +35,25 @@ UNKEPT = (
 
 def ranks(events: Events) -> collectives.Ranks | None:
     """Returns the ranks of the job; None, and the reason told, if they cannot be asked."""
-    try:
-        return collectives.ranks()
-    except UsageError as error:
-        say(str(error.what))
-        events.emit("script_refused", reason=str(error.what))
-        return None
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":
+        reason = "its process group is torch's fake one, with nobody to ask"
+    else:
+        try:
+            return collectives.ranks()
+        except UsageError as error:
+            reason = f"where its loop begins {error.what}"
+    say(f"this script is not kept, {reason}; {UNKEPT}")
+    events.emit("script_refused", reason=reason)
+    return None
 
 
-def have_all_come(group: collectives.Ranks, patience_s: float = PATIENCE_S) -> bool:
+def patience() -> float:
+    """Returns for how many seconds other ranks are waited for: a small part of what the script lets its collectives wait."""
+    limit = group_timeouts.limit_of(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+    return PATIENCE_S if limit is None else min(PATIENCE_S, limit.total_seconds() / 4)
+
+
+def have_all_come(group: collectives.Ranks, patience_s: float) -> bool:
     """Tell whether all ranks come to a loop that trains; the answer is the same on all.
 
     The store of the process group is asked. A collective would wait without a limit, or meet one of the script's own, where a rank
@@ -55,6 +67,36 @@ def have_all_come(group: collectives.Ranks, patience_s: float = PATIENCE_S) -> b
     with contextlib.suppress(RuntimeError):  # nobody has answered in time
         store.wait(["all"], timedelta(seconds=patience_s))
     return store.compare_set("all", "", "no") == b"yes"
+
+
+def different(group: collectives.Ranks, line: int) -> int:
+    """Returns the line of a loop that another rank comes to; that of this rank if all come to the same."""
+    return next((each for each in collectives.gather_json(group, line) if each != line), line)
+
+
+def collectives_made() -> dict[str, int]:
+    """Returns how many collectives each process group of this rank has made, by its name; without those whose backend does not count."""
+    made: dict[str, int] = {}
+    if dist.is_available() and dist.is_initialized():
+        group: Any
+        for group, name in dist.distributed_c10d._world.pg_names.items():
+            with contextlib.suppress(RuntimeError):
+                made[str(name)] = group._get_sequence_number_for_group()
+    return made
+
+
+def belongs(number: int, cut: Mapping[str, Any]) -> bool:
+    """Tell whether what this rank saved as a step was saved at the same point of the job as what the first rank that asks has.
+
+    A rank that leaves out a step of its optimizer counts steps otherwise than its peers. It is elsewhere then if it took part in
+    other collectives too. Who is not is at the same point: a rank may accumulate more batches than others for each step.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return True
+    store = dist.distributed_c10d.PrefixStore("holdfast/cut", dist.distributed_c10d._get_default_store())
+    first = json.loads(store.compare_set(str(number), "", json.dumps(dict(cut))))
+    mine, other = cut["collectives"], first["collectives"]
+    return list(cut["turns"]) == first["turns"] or all(other.get(name, made) == made for name, made in mine.items())
 
 
 def is_refused(group: collectives.Ranks, reason: str, events: Events, root: str) -> bool:

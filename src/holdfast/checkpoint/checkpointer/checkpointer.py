@@ -117,6 +117,7 @@ class Checkpointer:
         last_restore: what the last `restore` did; None before.
         events: what happens here, for observers and tests.
         bubbles: what is known of the waits of the pipeline; None where there is none.
+        patience_s: how long `close` waits for ranks that have not made the last step; None: `close_timeout_s`.
     """
 
     def __init__(  # noqa: PLR0913 - the public door: every argument is optional and named
@@ -159,6 +160,7 @@ class Checkpointer:
         self._ranks = collectives.ranks  # all of the process group; one door is a job of one rank
         self._run: Run | None = None
         self._closed = False
+        self.patience_s: float | None = None
         self._saving = 0  # the thread that saves now
         self._saves = threading.RLock()  # another thread's save waits for it; a signal's handler may save within one
         self._began: dict[str, Keys] = {}  # of dicts, at the first restore
@@ -517,6 +519,7 @@ class Checkpointer:
         here any more. Then the newest version that was saved is made durable, and the log says at level ERROR what that leaves out.
         If no step was made since a restore from memory, what was restored is made durable; if one was made and none was reported,
         the log says at level ERROR that storage has not what was restored, and the keeper stays.
+        If another rank closes behind an earlier step, the newest version that all ranks have is made durable, and the log says so.
 
         Copies to further places (`also_to`) are waited for until `close_timeout_s` is over (10 s after a SIGTERM or a stop file),
         and the log says how far they are.
@@ -904,6 +907,7 @@ class Checkpointer:
 
         Returns whether the keeper may end with this job.
         """
+        run.lower.ends(max(run.state_step, run.start - 1))
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
         direct, last, changed = run.saver.memory is None, run.last, self._why_changed(run)
@@ -916,7 +920,8 @@ class Checkpointer:
         if comes_back or (direct and given_up and not changed):
             run.last = last = None
         run.saver.await_slots(self._config.close_timeout_s)
-        if run.state_step > (last.version.step if last is not None else -1) and not changed:
+        is_unsaved = run.state_step > (last.version.step if last is not None else -1) and not changed
+        if is_unsaved and run.lower.awaits_all(run, self.patience_s):
             last = self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
             if comes_back and (given_up := last.given_up) and (whole := run.whole) is not None:
                 last = self._raise_level(run, whole, Level.DURABLE)  # it was abandoned for good meanwhile
@@ -927,11 +932,10 @@ class Checkpointer:
                 self._leave_restored(run, run.fleeting.version, changed)
                 return False
             last = self._keep_restored(run, run.fleeting)
-        if not changed and run.lower.closing(run):
-            last = self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
+        last, given_up = self._of_all(run, last, changed), run.lower.passed or given_up
         if last is not None:
             last, given_up = self._wait_for(run, last), given_up or last.durable[1]
-        elif run.state_step >= 0:
+        elif run.state_step >= 0 and not run.lower.passed:
             raise LevelNotReached(
                 f"nothing of this run is durable: step {run.state_step} was not due, and {changed} after it was reported",
                 remedy="report a step behind the last optimizer step, and close before other weights are loaded",
@@ -941,6 +945,29 @@ class Checkpointer:
             why = f"{changed} after it was reported; {remedy}" if changed else given_up
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
         return True
+
+    def _of_all(self, run: Run, last: SaveHandle | None, changed: str) -> SaveHandle | None:
+        """Returns the save to wait for in `close`: the last one, made again where it has to be, or the newest one that all ranks make.
+
+        None if that is in storage without this rank.
+
+        Raises:
+            LevelNotReached: there is none that all ranks made.
+        """
+        if changed:
+            run.lower.awaits_all(run, self.patience_s)
+        elif run.lower.closing(run, self.patience_s):
+            return self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
+        if last is None or not run.lower.passed:
+            return last
+        run.lower.give_up_passed(run)
+        if (whole := run.whole) is not None:
+            return self._raise_level(run, whole, Level.DURABLE)
+        client = run.link.client
+        if client is None or client.announced.captured is None:
+            raise LevelNotReached(f"nothing of this run is durable: {run.lower.passed}")
+        logger.error("step %d is not saved: %s", run.state_step, run.lower.passed)
+        return None
 
     @staticmethod
     def _why_changed(run: Run) -> str:

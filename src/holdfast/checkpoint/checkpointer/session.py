@@ -31,8 +31,19 @@ class Levels(Protocol):
     def before(self, run: Run, step: int) -> None:
         """`step` is finished, and nothing is due yet."""
 
-    def closing(self, run: Run) -> bool:
-        """Return whether the last save has to be made again before it is waited for."""
+    passed: str
+
+    def ends(self, step: int) -> None:
+        """This rank makes no step behind `step`."""
+
+    def awaits_all(self, run: Run, patience_s: float | None) -> bool:
+        """Waits until all ranks have what this one has saved; whether none is known that makes fewer steps."""
+
+    def give_up_passed(self, run: Run) -> None:
+        """Gives up what is saved of steps that some rank never makes."""
+
+    def closing(self, run: Run, patience_s: float | None = None) -> bool:
+        """Return whether the last save has to be made again before it is waited for; `passed`: why it never becomes whole."""
 
     def give_up_unsealed(self, saver: Saver, last: SaveHandle) -> None:
         """The newest version is given up if its keeper died before it had sealed it."""

@@ -74,17 +74,27 @@ class StoreBoard:
         """Writes it unless something stands there already; returns what stands there now."""
         return self._store.compare_set(key, "", text).decode()
 
+    def least(self, key: str, number: int) -> None:
+        """Writes a number unless one that is not greater stands there."""
+        stands = ""
+        while (now := self._store.compare_set(key, stands, str(number)).decode()) != stands and int(now) > number:
+            stands = now
 
-def board_of(group: collectives.Ranks, incarnation: int) -> Callable[[int], Board] | None:
-    """The boards of this incarnation, by number; None for one rank, which needs none."""
+
+def board_of(group: collectives.Ranks, job: str) -> Callable[[int], Board] | None:
+    """The boards of a job and its incarnation, by number; None for one rank, which needs none."""
     if group.world_size == 1 or not dist.is_initialized():
         return None
     store: Store = dist.distributed_c10d._get_default_store()
-    return lambda number: StoreBoard(PrefixStore(f"holdfast/lower/{incarnation}/{number}", store))
+    return lambda number: StoreBoard(PrefixStore(f"holdfast/lower/{job}/{number}", store))
 
 
 class StorageFallback:
-    """The levels of one rank, between two restores."""
+    """The levels of one rank, between two restores.
+
+    Attributes:
+        passed: why the last step of this rank never becomes whole: another rank does not make it; empty as far as is known.
+    """
 
     def __init__(
         self,
@@ -97,7 +107,10 @@ class StorageFallback:
         events: Events,
     ) -> None:
         self._job = job
-        self._boards = board_of(job.group, job.incarnation)
+        # Several Checkpointers of a script have the same incarnation, and each a path of its own.
+        self._boards = board_of(job.group, f"{job.assembly.job_id}/{job.incarnation}")
+        self.passed = ""
+        self._passed_at = -1  # the last step that such a rank makes; -1 if nobody knows
         self._state = state
         self._link = link
         self._storage = storage
@@ -129,18 +142,35 @@ class StorageFallback:
         except RuntimeError as error:  # of torch's store
             logger.warning("who else can save is not known: %s", error)
 
-    def closing(self, run: Run) -> bool:
+    def ends(self, step: int) -> None:
+        """This rank makes no step behind `step`."""
+        if self._boards is None:
+            return
+        try:
+            self._boards(0).least("ends", step)
+        except RuntimeError as error:  # of torch's store
+            logger.warning("the other ranks may wait for this one at their end: %s", error)
+
+    def closing(self, run: Run, patience_s: float | None = None) -> bool:
         """Before the last save is waited for: whether it has to be made again, straight to storage, by all ranks.
 
         So it is where a rank cannot save to memory, or gave the last version up for whatever reason: that never becomes captured.
-        Nor does one whose keeper died before it had sealed it.
+        Nor does one whose keeper died before it had sealed it. One of a step that another rank never makes is not made again
+        (`passed`).
+
+        Args:
+            run: that ends.
+            patience_s: after so long a rank that has not saved the last step counts as one that never makes it.
         """
         saver, last = run.saver.memory, run.last
         if saver is None or last is None or saver.fence.num_steps != run.optimizer_steps:
             return False
-        deadline = time.monotonic() + self._config.close_timeout_s
+        began = time.monotonic()
+        deadline = began + self._config.close_timeout_s
         try:
             while last.reached < Level.CAPTURED and time.monotonic() < deadline:
+                if self._never_comes(last, patient=patience_s is None or time.monotonic() < began + patience_s):
+                    return False
                 self._link.mend()  # a keeper that dies now is missed by nobody else
                 self.look_in_storage(last)
                 self.give_up_unsealed(saver, last)
@@ -157,6 +187,49 @@ class StorageFallback:
         except (HoldfastError, RuntimeError) as error:
             logger.warning("the last save stays in memory: %s", error)
         return False
+
+    def awaits_all(self, run: Run, patience_s: float | None) -> bool:
+        """Waits until all ranks have what this one has saved; whether none is known that makes fewer steps.
+
+        Before the last save that waits for no longer than the save would: those versions hold its slots.
+        """
+        client, began = self._link.client, time.monotonic()
+        try:
+            while time.monotonic() < began + self._config.close_timeout_s:
+                newest = run.whole
+                is_gone = client is None or not client.alive or self._link.client is not client
+                if newest is None or newest.durable[0] or newest.reached >= Level.CAPTURED:
+                    break
+                if is_gone or run.saver.memory is None:
+                    break
+                if self._never_comes(newest, patient=patience_s is None or time.monotonic() < began + patience_s):
+                    return False
+                time.sleep(CLOSING_EVERY_S)
+        except RuntimeError as error:  # of torch's store
+            logger.warning("the last save may wait for ranks that have ended: %s", error)
+        return True
+
+    def _never_comes(self, last: SaveHandle, *, patient: bool) -> bool:
+        """Tell whether some rank makes no step up to the last one of this rank."""
+        told = self._boards(0).get("ends") if self._boards is not None else None
+        if told is not None and int(told) < last.version.step:
+            self._passed_at = int(told)
+            self.passed = f"some rank makes no step after {told}" if int(told) >= 0 else "some rank makes no step"
+        elif not patient:
+            self.passed = self.passed or "some rank has not made it"
+        return bool(self.passed)
+
+    def give_up_passed(self, run: Run) -> None:
+        """Gives up what is saved of steps that some rank never makes, and is not captured."""
+        saver, step = run.saver.memory, self._passed_at
+        for handle in tuple(run.recent):
+            if (
+                saver is not None
+                and handle.version.step > step
+                and not handle.given_up
+                and handle.reached < Level.CAPTURED
+            ):
+                saver.give_up(handle, self.passed)
 
     def give_up_unsealed(self, saver: Saver, last: SaveHandle) -> None:
         """The newest version never becomes captured if its keeper died before it had sealed it."""

@@ -37,16 +37,19 @@ def default_group() -> dict[str, Any] | None:
     if not c10d.is_initialized():
         return None
     backend = c10d.get_backend_config()
-    limit = _limit(c10d.group.WORLD)
+    limit = limit_of(c10d.group.WORLD)
     if limit is None or limit == c10d._get_default_timeout(c10d.Backend(backend)):
         return {"backend": backend}
     return {"backend": backend, "timeout": limit}
 
 
-def _limit(group: Any) -> timedelta | None:
+def limit_of(group: Any) -> timedelta | None:
     """Return the time limit of a group, as its backends tell it."""
     try:
         backends = [group._get_backend(device) for device in group._device_types]
     except (AttributeError, RuntimeError):
         return None  # this torch, or a backend that is made later, does not tell
-    return max((backend.options._timeout for backend in backends if hasattr(backend, "options")), default=None)
+    options: list[Any] = [
+        getattr(backend, "options", None) for backend in backends
+    ]  # those of other packages may have none
+    return max((each._timeout for each in options if hasattr(each, "_timeout")), default=None)

@@ -58,7 +58,7 @@ from holdfast.tiers.format.image import CHUNK_BYTES
 logger = logging.getLogger(__name__)
 
 # Values of a version that belong to no object.
-_OF_THE_SAVE = ("info", "carried", "gradients", "frozen_or_thawed", EXCLUDED, MEMORY_ORDER)
+_OF_THE_SAVE = ("info", "carried", "gradients", "frozen_or_thawed", "modes_and_dropout", EXCLUDED, MEMORY_ORDER)
 
 _encoder = msgspec.msgpack.Encoder()
 _needs_decoder = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int]]])

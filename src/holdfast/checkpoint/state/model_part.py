@@ -66,6 +66,7 @@ class ModelPart:
         self._tied: dict[str, tuple[TensorRef, Group | None]] = {}
         self._excluded: list[tuple[LiveTensor | None, torch.Tensor]] = []
         self._watch = Containers(())
+        self.modules: dict[str, nn.Module] = {}  # all inside it by name, as of the last look
 
     def build(self, out: Collector) -> None:
         """Adds parameters and persistent buffers; finds out what else `state_dict()` returns."""
@@ -80,6 +81,8 @@ class ModelPart:
         )
         extra = {f"{path}.{EXTRA}".lstrip("."): m for path, m in self.module.named_modules(remove_duplicate=False)}
         self._watch = Containers(_containers(self.module))
+        named = ((_clean(f"{path}.", wrappers).removesuffix("."), m) for path, m in self.module.named_modules())
+        self.modules = {f"{self.name}.{path}".removesuffix("."): module for path, module in named}
         self._persistent, self._extra, self._made_up, self._tied, self._excluded = [], {}, {}, {}, []
         for raw, value in state.items():
             name = f"{self.name}.{_clean(raw, wrappers)}"

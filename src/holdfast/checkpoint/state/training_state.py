@@ -41,9 +41,9 @@ from holdfast.checkpoint.entries.entries import (
     mismatch,
     twice,
 )
-from holdfast.checkpoint.entries.frozen_check import FrozenCheck
 from holdfast.checkpoint.entries.gradients_part import SAVES_THEM, GradientsPart
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
+from holdfast.checkpoint.entries.settings_check import FrozenCheck, ModesCheck, SettingsCheck
 from holdfast.checkpoint.entries.sharding import Layouts, as_patterns
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LiveTensors, LoadRecord, SavedTensor
 from holdfast.checkpoint.state import dataloader
@@ -64,7 +64,8 @@ _INFO = "info"
 _CARRIED = "carried"
 _GRADIENTS = "gradients"
 _FROZEN = "frozen_or_thawed"
-_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, _FROZEN, EXCLUDED, MEMORY_ORDER)
+_MODES = "modes_and_dropout"
+_RESERVED = (_RNG, _INFO, _CARRIED, _GRADIENTS, _FROZEN, _MODES, EXCLUDED, MEMORY_ORDER)
 
 
 class State:
@@ -115,8 +116,12 @@ class State:
         self.carried = CarriedPart(_CARRIED)
         theirs = any(getattr(type(value), SAVES_THEM, False) for value in objects.values())
         self.gradients = GradientsPart(_GRADIENTS, lambda: self.optimizers, lambda: self.modules, off=theirs)
-        self._frozen = FrozenCheck(_FROZEN, lambda: self.optimizers, (began or {}).get(_FROZEN))
-        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients, self._frozen]
+        began = began or {}
+        self._checks: list[SettingsCheck] = [
+            FrozenCheck(_FROZEN, lambda: self.optimizers, began.get(_FROZEN)),
+            ModesCheck(_MODES, lambda: self.optimizers, began.get(_MODES), lambda: self._models),
+        ]
+        self._parts += [self.info, self.excluded, self._order, self.carried, self.gradients, *self._checks]
         self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
@@ -148,13 +153,14 @@ class State:
 
     @property
     def began(self) -> dict[str, Keys]:
-        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back. And what was frozen."""
-        return {part.name: part.began for part in self._parts if isinstance(part, DictPart | FrozenCheck)}
+        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back. And the settings that are checked."""
+        return {part.name: part.began for part in self._parts if isinstance(part, DictPart | SettingsCheck)}
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step."""
         self.gradients.stepped(optimizer)
-        self._frozen.stepped(optimizer)
+        for check in self._checks:
+            check.stepped(optimizer)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -170,6 +176,10 @@ class State:
     def modules(self) -> list[nn.Module]:
         """All models, in the order in which they were given."""
         return [part.module for part in self._parts if isinstance(part, ModelPart)]
+
+    @property
+    def _models(self) -> list[dict[str, nn.Module]]:
+        return [part.modules for part in self._parts if isinstance(part, ModelPart)]
 
     @torch.no_grad()
     def gather(self) -> Gathered:

@@ -9,6 +9,7 @@ of the file that the loop calls are looked into, with their parameters taken for
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 
@@ -49,6 +50,43 @@ def changed_in_place(source: str, loops: Container[int], without: set[str]) -> d
         found = called | found
     known = _known(tree)
     return {path: at for path, at in found.items() if path not in without and path.rpartition(".")[2] not in known}
+
+
+def left_in(source: str, first: int) -> dict[str, int]:
+    """Returns attribute -> line of what methods of a class leave to their next calls; 0 for what some method sets anew.
+
+    Args:
+        source: the text of the class.
+        first: the line of its file that it begins in.
+    """
+    tree = _Dotted().visit(ast.parse(textwrap.dedent(source)))
+    methods = {node.name: node for node in ast.walk(tree) if isinstance(node, Function) and node.args.args}
+    read, known = _read_attributes(tree), _known(tree)
+    found: dict[str, int] = {}
+    anew: set[str] = set()
+    for name, method in methods.items():
+        own = f"{method.args.args[0].arg}."
+        if name == "__init__":
+            continue
+        reader = Reader(set(), _NO_FUNCTIONS, runs=True)
+        done = reader.run(method.body)
+        anew |= {path.removeprefix(own) for path in done - reader.early}
+        for path, line in _inside(method, methods, read, MAX_DEPTH):
+            if path.startswith(own):
+                found.setdefault(path.removeprefix(own), line + first - 1)
+    anew |= {path for path in found if path.rpartition(".")[2] in known}
+    return {**found, **dict.fromkeys(anew, 0)}
+
+
+def kept_by(source: str, first: int) -> dict[str, int]:
+    """Returns name -> line of what a function keeps of the one around it, from one call to the next; as `left_in`."""
+    tree = _Dotted().visit(ast.parse(textwrap.dedent(source)))
+    function = next((node for node in ast.walk(tree) if isinstance(node, Function)), None)
+    if function is None:
+        return {}
+    outside = {name for node in ast.walk(function) if isinstance(node, ast.Nonlocal) for name in node.names}
+    found = _inside(function, {}, _read_attributes(tree), MAX_DEPTH)
+    return {name: line + first - 1 for name, line in found if name in outside - _known(tree)}
 
 
 def _of_instances(tree: ast.AST) -> dict[str, ast.AST]:
@@ -202,7 +240,7 @@ def _inside(
 ) -> Iterator[tuple[str, int]]:
     """Yields path and line of what a function leaves to its next call: of its parameters, and of names that are not its own."""
     arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
-    outside = {name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names}
+    outside = {n for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for n in node.names}
     own = {name for name in stored(function.body) if "." not in name} - outside
     reader = Reader(set(), _NO_FUNCTIONS, runs=True)
     done = reader.run(function.body)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -46,11 +47,13 @@ class Loops:
         around: what their text says.
         code: of the function.
         before: name -> token, of what the look before has found.
+        lives: names that were told to be carried.
     """
 
     around: Around
     code: CodeType
     before: Mapping[str, object]
+    lives: list[str] = field(default_factory=list)
 
 
 class Observer:
@@ -113,7 +116,7 @@ class Observer:
         if self._says and found:
             self._given.look()
             for loops in found:
-                self._tell(loops.around, os.path.basename(loops.code.co_filename), self._look(loops, frame))
+                self._tell(loops, self._look(loops, frame))
             self._early = ()  # an iterator must not live longer for our sake
         return any(loops.around.one_more for loops in found)
 
@@ -143,25 +146,26 @@ class Observer:
             and (finding.token is True or before.get(finding.name, finding.token) != finding.token)
         ]
 
-    def _tell(self, found: Around, file: str, findings: Sequence[Finding]) -> None:
+    def _tell(self, loops: Loops, findings: Sequence[Finding]) -> None:
         if self._calls == 1 and self._carried.forgotten:
             logger.warning("was kept by step() and is asked for by nobody: %s", ", ".join(self._carried.forgotten))
         if not findings:
             return
+        found = loops.around
         self._told.update(finding.name for finding in findings)
         lines = [f"{finding.name}: {finding.what}" for finding in findings]
-        lives = [finding.name for finding in findings if finding.carried]
-        if lives:
-            keys = {name: name.replace(".", "_") for name in lives}
-            taken = ", ".join(f'{found.caller}.carry("{keys[name]}", {name})' for name in lives)
-            passed = ", ".join([*found.told, *(f"{keys[name]}={name}" for name in lives)])
+        if lives := [finding.name for finding in findings if finding.carried]:
+            loops.lives += lives
+            keys = {name: re.sub(r"\W+", "_", name).strip("_") for name in loops.lives}
+            taken = ", ".join(f'{found.caller}.carry("{key}", {name})' for name, key in keys.items())
+            passed = ", ".join([*found.told, *(f"{key}={name}" for name, key in keys.items())])
             lines.append(
-                f"what lives on is kept by two lines, behind restore() and in the loop:\n        {', '.join(lives)} = {taken}"
+                f"what lives on is kept by two lines, behind restore() and in the loop:\n        {', '.join(keys)} = {taken}"
             )
             lines.append(f"    {found.caller}.step({passed})")
         logger.warning(
             "the loop of %s, line %d, %s; after a restart that is what it was before the loop:\n    %s",
-            file,
+            os.path.basename(loops.code.co_filename),
             found.line,
             NO_VERSION,
             "\n    ".join(lines),

@@ -7,6 +7,7 @@ Pure but for what it is asked to look at; what of it is told is the observer's.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import io
 import itertools
@@ -14,8 +15,9 @@ import textwrap
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, GeneratorType, ModuleType
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,6 +32,7 @@ from holdfast.checkpoint.state import unsaved_state
 from holdfast.checkpoint.state.stateful import Stateful
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.given_objects import Given
+from holdfast.checkpoint.usage.in_place import kept_by, left_in
 from holdfast.checkpoint.usage.loop_analysis import Around, around
 
 # What a script makes anew in the middle of a training, and no version says which one it was.
@@ -38,8 +41,13 @@ _MADE = (nn.Module, Optimizer, LRScheduler, DataLoader, Dataset, Sampler)
 MAX_EARLY = 1000
 # Elements of an array by which it is seen that it changes.
 MAX_ELEMENTS = 16
+# Items of a container that are looked into.
+MAX_ITEMS = 20
 # Tensors by which it is seen that a module changes, or that an optimizer steps.
 MAX_WITNESSES = 32
+
+# What classes of the user's were found to leave in their objects.
+_LEFT_IN: WeakKeyDictionary[type, Mapping[str, int] | None] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +102,10 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
             is_certain = isinstance(value, DataLoader)
             text = f"is another one since line {line}, and no version knows of it: set it in every turn, by the number of the step"
             yield Finding(name, text, is_certain or id(value))
-    for path, line in found.changed.items():
-        yield from _of_changed(path, line, names, given)
-    for name, value in _things(found, names):
-        token, what = _judge(value, given)
-        if isinstance(value, DataLoader):
-            yield from _of_data(name, value, given)
-        if _is_iterator(value) and not isinstance(value, Stateful) and not given.has(value):
-            token, what = _of_iterator(value, given, early) if name.rpartition(".")[2] in found.drawn else (None, "")
-        if token is not None:
-            yield Finding(name, what, token)
+    held = dict(_held(found, names))
+    items = set(map(id, held.values()))  # a loop may give one a name of its own
+    yield from _of_changes(found, names, held, given)
+    yield from _of_things(found, {name: value for name, value in names.items() if id(value) not in items}, given, early)
     for line, over in found.goes_over.items():
         for name in over:
             value = names.get(name)
@@ -113,6 +115,7 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
                     f"the loader that line {line} goes over, which begins anew: Checkpointer(..., loader={name})",
                     True,
                 )
+    yield from _of_cells(found, names)
     yield from _of_epochs(found, names, given)
     yield from _of_turns(found, names, given)
 
@@ -226,11 +229,74 @@ def _of_epochs(found: Around, names: Mapping[str, Any], given: Given) -> Iterato
             )
 
 
-def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) -> Iterator[Finding]:
-    """Yields a value that is changed in place: one of a name, or of an attribute of an object that was not given."""
-    root, *rest = path.split(".")
-    value, owner = names.get(root), None
-    for word in rest:
+def _held(found: Around, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields path and object of those in containers that the loops read, if the user wrote their class: callbacks in a list."""
+    for name, value in list(_things(found, names)):
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, list | tuple | dict) and len(value) <= MAX_ITEMS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            if isinstance(key, str | int) and hasattr(item, "__dict__") and _left_in(type(item)) is not None:
+                yield f"{name}[{key!r}]", item
+
+
+def _of_changes(found: Around, names: Mapping[str, Any], held: Mapping[str, Any], given: Given) -> Iterator[Finding]:
+    """Yields what the loops change in place: of their names, and of `held` objects, which they may give a name of their own."""
+    items = set(map(id, held.values()))
+    by_class: dict[type, dict[str, int]] = {type(item): dict(_left_in(type(item)) or {}) for item in held.values()}
+    for path, line in found.changed.items():
+        root, *rest = path.split(".")
+        value = names.get(root)
+        if id(value) in items:
+            by_class[type(value)].setdefault(".".join(rest), line)
+        else:
+            yield from _of_changed(path, rest, line, value, given)
+    for path, item in held.items():
+        for name, line in by_class[type(item)].items():
+            if line:
+                yield from _of_changed(f"{path}.{name}", name.split("."), line, item, given)
+        for name, part in _attributes(item).items() if not isinstance(item, nn.Module) else ():
+            token, what = _judge(part, given)
+            if token is not None:
+                yield Finding(f"{path}.{name}", what, token)
+
+
+def _of_things(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[object]) -> Iterator[Finding]:
+    """Yields what the loops read that has a state of its own."""
+    for name, value in _things(found, names):
+        token, what = _judge(value, given)
+        if isinstance(value, DataLoader):
+            yield from _of_data(name, value, given)
+        if _is_iterator(value) and not isinstance(value, Stateful) and not given.has(value):
+            token, what = _of_iterator(value, given, early) if name.rpartition(".")[2] in found.drawn else (None, "")
+        if token is not None:
+            yield Finding(name, what, token)
+
+
+def _left_in(kind: type) -> Mapping[str, int] | None:
+    """Returns what methods of a class leave to their next calls, with 0 for what they set anew; None if the user did not write it."""
+    if kind not in _LEFT_IN:
+        found: dict[str, int] = {}
+        is_users = False
+        for each in kind.__mro__:
+            try:
+                lines, first = inspect.getsourcelines(each)
+                file = inspect.getsourcefile(each)
+            except (OSError, TypeError):
+                continue
+            if file is not None and user_frames.is_users_file(file):
+                is_users = True
+                found = {**left_in("".join(lines), first), **found}
+        _LEFT_IN[kind] = found if is_users else None
+    return _LEFT_IN[kind]
+
+
+def _of_changed(path: str, words: Sequence[str], line: int, value: Any, given: Given) -> Iterator[Finding]:
+    """Yields a value that is changed in place: `value` itself, or what its attributes of these names lead to."""
+    owner = None
+    for word in words:
+        if not word:
+            return  # a loop gave an item a name, and changes the item itself
         owner, value = value, _attributes(value).get(word)
         if isinstance(owner, Optimizer | LRScheduler) or type(owner).__module__.partition(".")[0] == "holdfast":
             return  # the one is looked at elsewhere, the other is ours
@@ -244,6 +310,29 @@ def _of_changed(path: str, line: int, names: Mapping[str, Any], given: Given) ->
         yield Finding(path, text, _token(value))
     elif kind := kind_of(value):
         yield _carried(path, value, f"{kind} that is changed from one step to the next, in line {line}")
+
+
+def _of_cells(found: Around, names: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields the functions that keep a value for their next call, which is no name of the loop."""
+    for called in sorted(found.reads & names.keys()):
+        function = names[called]
+        if not isinstance(function, FunctionType) or not function.__closure__:
+            continue
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+        for name, line in _kept_by(function.__code__).items():
+            if name not in names and (kind := kind_of(value := cells[name].cell_contents)):
+                text = f"keeps {name}, {kind} that is changed from one step to the next, in line {line}: make it a name of the loop"
+                yield Finding(called, text, _token(value))
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_by(code: CodeType) -> Mapping[str, int]:
+    """Returns what a function of the user's keeps of the one around it."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        return kept_by("".join(lines), first) if user_frames.is_users_file(code.co_filename) else {}
+    except (OSError, SyntaxError):  # a lambda's text may be a part of a line
+        return {}
 
 
 def _is_another(value: Any, begins: object) -> bool:

@@ -34,10 +34,12 @@ def users(frame: FrameType | None) -> FrameType | None:
 
 def is_users(frame: FrameType) -> bool:
     """Tell whether the user wrote the code of a frame, and its text is there."""
-    file = frame.f_code.co_filename
-    if file.startswith("<") or is_installed(file) or _is_ours(frame):
-        return False
-    return bool(linecache.getlines(file))
+    return is_users_file(frame.f_code.co_filename)
+
+
+def is_users_file(file: str) -> bool:
+    """Tell whether the user wrote a file of code, and its text is there."""
+    return not (file.startswith("<") or is_installed(file) or _is_our_file(file)) and bool(linecache.getlines(file))
 
 
 def text(frame: FrameType) -> str:
@@ -65,8 +67,8 @@ def _leads_to_caller(frame: FrameType) -> bool:
     """Tell whether a frame is of a method that looks at its caller, or of what decorates it."""
     if frame.f_code.co_filename == contextlib.__file__:
         return True
-    return frame.f_code.co_name in _METHODS and _is_ours(frame)
+    return frame.f_code.co_name in _METHODS and _is_our_file(frame.f_code.co_filename)
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return os.path.abspath(frame.f_code.co_filename).startswith(_OURS)
+def _is_our_file(file: str) -> bool:
+    return os.path.abspath(file).startswith(_OURS)

@@ -96,7 +96,11 @@ def read(path: Path, kind: type[_Described], *, what: str) -> _Described:
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"the description cannot be read: {error.strerror}", where=str(path)) from error
+        raise UsageError(
+            f"the description cannot be read: {error.strerror}",
+            where=str(path),
+            remedy="give a TOML or JSON file, or a script; of a checkpoint: `--from ROOT`",
+        ) from error
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"the description has more than {MAX_FILE_BYTES >> 20} MiB", where=str(path))
     if sys.version_info >= (3, 11):

@@ -54,7 +54,7 @@ def _refuse_existing(target: Path) -> None:
     if os.path.lexists(target):
         raise UsageError("something is there already, and is not replaced", where=str(target), remedy="another name")
     if not target.parent.is_dir():
-        raise UsageError("the directory to export into does not exist", where=str(target.parent))
+        raise UsageError("the directory to export into does not exist", where=str(target.parent), remedy="make it")
 
 
 @contextmanager

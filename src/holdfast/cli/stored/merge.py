@@ -128,7 +128,11 @@ def content_of(storage: Storage, manifest: Manifest, *, only: str = "") -> Conte
     chosen |= {old: called[new] for old, new in renamed.items() if new in called}
     tensors = list(_wholes(chosen, pieces))
     if not tensors and not values:
-        raise UsageError(f"the version has nothing that begins with {only!r}", where=str(manifest.version))
+        raise UsageError(
+            f"the version has nothing that begins with {only!r}",
+            where=str(manifest.version),
+            remedy="`holdfast inspect` shows the names",
+        )
     return Content(manifest.version, manifest, tuple(tensors), values)
 
 

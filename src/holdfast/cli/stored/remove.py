@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.base.errors import HoldfastError, InUse, UsageError, VersionNotFound
+from holdfast.base.errors import HoldfastError, InUse, UsageError
 from holdfast.base.events import Events
 from holdfast.cli import console
-from holdfast.cli.stored.versions import NOT_PROVED, choose, examine
+from holdfast.cli.stored.versions import NOT_PROVED, examine, not_durable, parse
 from holdfast.core.model import Version
 from holdfast.core.versions.lineage import Lineage
 from holdfast.tiers.storage.version_store import Storage, open_storage
@@ -66,9 +66,9 @@ def _chosen(storage: Storage, names: Sequence[str], *, abandoned: bool) -> list[
     lineage = Lineage(storage.incarnations.lineage())
     lines = lineage.lines(there)
     living = lines[-1]
-    chosen = {choose(storage, name) for name in names}
+    chosen = {parse(name) for name in names}
     if missing := sorted(chosen - set(there)):
-        raise VersionNotFound(f"there is no {missing[0]}", where=storage.where)
+        raise not_durable(storage, missing[0])
     for version in _needed(storage, living.versions) if chosen & set(living.versions) else ():
         if version in chosen:
             raise UsageError(

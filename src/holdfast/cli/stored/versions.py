@@ -32,6 +32,7 @@ from holdfast.tiers.storage.manifest import BundleFile, Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
 
 MAX_VALUE_CHARS = 100
+NOTHING_DURABLE = "no version is durable yet"
 # Its bytes may be good: a job that began without a key wrote such versions.
 NOT_PROVED = "not proved with the key"
 
@@ -200,17 +201,32 @@ def _print_values(stored: dict[str, Any]) -> None:
 
 
 def choose(storage: Storage, text: str | None) -> Version:
-    """The version that was asked for, or the newest durable one."""
-    if text is not None:
-        version = Version.parse(text)
-        if version is None:
-            raise UsageError(f"{text!r} is not a version", remedy="`holdfast ls` shows them: i000001-s0000000120")
-        return version
+    """The durable version that was asked for, or the newest one."""
     storage.job_id()  # says what is wrong with the path, if something is
+    if text is not None:
+        version = parse(text)
+        if not storage.is_committed(version):
+            raise not_durable(storage, version)
+        return version
     found = storage.versions()
     if not found:
-        raise VersionNotFound("no version is durable yet", where=storage.where)
+        raise VersionNotFound(NOTHING_DURABLE, where=storage.where)
     return found[-1]
+
+
+def parse(text: str) -> Version:
+    """The version that a text names, there or not."""
+    version = Version.parse(text)
+    if version is None:
+        raise UsageError(f"{text!r} is not a version", remedy="`holdfast ls` shows them: i000001-s0000000120")
+    return version
+
+
+def not_durable(storage: Storage, version: Version) -> VersionNotFound:
+    """The error of a version that has no manifest: `ls` shows it where files of it are left."""
+    if version in storage.named():
+        return VersionNotFound(f"{version} is not committed: its save goes on, or was cut off", where=storage.where)
+    return VersionNotFound(f"{version} is not there", where=storage.where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +263,10 @@ def verify_versions(root: str, version: str | None, *, as_json: bool, sha256: Pa
             for one, committed in _looked_into(storage)
             if committed
         ]
+        if not results:  # else who asks before an upload or a removal would take nothing for good
+            raise VersionNotFound(NOTHING_DURABLE, where=storage.where)
     else:
-        one = choose(storage, version)
-        if not storage.is_committed(one):
-            raise VersionNotFound(f"{one} is not there", where=storage.where)
-        results = [examine(storage, one)]
+        results = [examine(storage, choose(storage, version))]
     healthy = not any(result.problems for result in results)
     if sha256 is not None:
         good = [(result.version, result.manifest) for result in results if result.manifest and not result.problems]

@@ -87,11 +87,11 @@ def box(incident: Incident) -> str:
     where = f" on {', '.join(incident.nodes)}" if incident.nodes else ""
     rows = [("failed", f"{_named(incident.ranks)}{where}"), ("first error", incident.first_error)]
     found = f"after {incident.found_s:.2f} s"
-    rows.append(("found", f"{found} by {incident.found_by}" if incident.found_by else found))
+    rows.append(("found", f"{found}: {incident.found_by}" if incident.found_by else found))
     if incident.action:
         rows.append(("done", incident.action))
     if incident.kept:
-        rows.append(("kept", f"{_named(incident.kept)} kept their processes"))
+        rows.append(("kept", f"the process{'es' * (len(incident.kept) != 1)} of {_named(incident.kept)}"))
     if incident.came_back:
         rows.append(("came back", _sources(incident.came_back)))
     if incident.steps_lost is not None:
@@ -128,7 +128,8 @@ def _named(ranks: tuple[int, ...] | list[str]) -> str:
 
 
 def _text(value: object) -> str:
-    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())[:_MAX_TEXT]
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 4]} ..."
 
 
 def _ranks(value: object) -> tuple[int, ...]:

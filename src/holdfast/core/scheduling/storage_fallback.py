@@ -37,6 +37,9 @@ class Board(Protocol):
     def first(self, key: str, text: str) -> str:
         """Writes it unless something stands there already; returns what stands there now."""
 
+    def least(self, key: str, number: int) -> None:
+        """Write a number unless one that is not greater stands there."""
+
 
 class FallbackStep(enum.Enum):
     """Names what a rank does after a step."""

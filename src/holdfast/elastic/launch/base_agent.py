@@ -38,6 +38,11 @@ STOP_GRACE_S = 30.0
 HEED_S = 10.0
 
 
+def handed_on(number: int) -> signal.Signals:
+    """Return what workers get of a signal to the launcher: a terminal that closes is a wish to end, at which they save."""
+    return signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+
+
 class BaseAgent(LocalElasticAgent):
     """Restarts all workers when one fails.
 
@@ -81,7 +86,7 @@ class BaseAgent(LocalElasticAgent):
             if pid in self._told:
                 continue
             self._told.add(pid)
-            for each in (number, signal.SIGCONT):
+            for each in (handed_on(number), signal.SIGCONT):
                 try:
                     os.kill(pid, each)
                 except ProcessLookupError:
@@ -156,6 +161,7 @@ class BaseAgent(LocalElasticAgent):
     def _end(self, death_sig: signal.Signals, grace_s: float, *, told: bool = False) -> None:
         """Signals each living worker, not its children; after `grace_s` whatever is left of its process group dies."""
         processes = self._processes()
+        death_sig = handed_on(death_sig)
         if told:
             logger.warning(
                 "the workers have %.0f s to save and end (--shutdown-timeout); SIGINT ends them at once",

@@ -71,6 +71,7 @@ from holdfast.elastic.launch.rendezvous.store_failover import SILENT_S, MovingRe
 from holdfast.elastic.launch.run_flags import (
     ALONE,
     build_parser,
+    check_names,
     check_numbers,
     is_given,
     limits_of,
@@ -162,6 +163,7 @@ def _read_job(argv: Sequence[str] | None, found: Aliases) -> _Job:
     parser.set_defaults(**found.defaults)
     args = parser.parse_args(argv)
     check_numbers(args)
+    check_names(args)
     settings = pass_on_settings(args)
     prepare(args)
     config, entrypoint, arguments = _launch_config(args)

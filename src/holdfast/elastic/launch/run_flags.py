@@ -15,14 +15,15 @@ from collections.abc import Sequence
 
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-from holdfast.base.config import ENVIRONMENT, Config, hand_on, is_relative, load
-from holdfast.base.errors import UsageError
+from holdfast.base.config import ENVIRONMENT, Config, disabled, hand_on, is_relative, load
+from holdfast.base.errors import ConfigError, UsageError
 from holdfast.core.elastic.escalation import Limits
 from holdfast.core.elastic.node_lease import GUARD_S
 from holdfast.core.elastic.watch_mode import CAREFUL, MODES
 from holdfast.core.scheduling.cadence import Cadence
 from holdfast.elastic.launch.agent_options import EXIT_GRACE_S
 from holdfast.keeper.rpc.paths import absolute_root
+from holdfast.keeper.rpc.spawn import network_of
 
 logger = logging.getLogger(__name__)
 
@@ -174,12 +175,25 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
     if variables["run_id"] not in os.environ and args.rdzv_id not in ("", "none"):
         # A restarted job must find its keeper: the id is the user's own, never the random one of --standalone.
         os.environ[variables["run_id"]] = re.sub(r"[^A-Za-z0-9._-]", "-", args.rdzv_id)[:128]
-    settings = load()
+    try:
+        settings = load()
+    except ConfigError as error:
+        ours = (
+            flag for flag, (field, _) in PASSED_ON.items() if field in handed and error.where.endswith(f": {field}")
+        )
+        raise ConfigError(error.what, where=next(ours, error.where), remedy=error.remedy) from None
     if variables["runtime_dir"] in os.environ:
         os.environ[variables["runtime_dir"]] = settings.runtime_dir
+    _check_network(settings)
     for field in ("every", "durable_every"):
         _check_cadence(getattr(settings, field), variables[field] if variables[field] in os.environ else field)
     return settings
+
+
+def _check_network(settings: Config) -> None:
+    """An address without its secret is told here once, not by every rank after its start."""
+    if not disabled() and not settings.secret_file.startswith("fd:"):  # who reads such a one takes it from the next
+        network_of(settings)
 
 
 def _check_cadence(text: str, where: str) -> None:
@@ -204,6 +218,21 @@ def check_numbers(args: argparse.Namespace) -> None:
             )
     if not 0 < args.monitor_interval < math.inf:
         raise UsageError(f"--monitor-interval={args.monitor_interval} is out of range", remedy="give a number above 0")
+
+
+def check_names(args: argparse.Namespace) -> None:
+    """Refuse a checkpoint path and a script that cannot be meant, before anything is started.
+
+    Raises:
+        UsageError: the path is empty, as of a variable that is not set, or the script is not there.
+    """
+    if args.checkpoint_dir is not None and not args.checkpoint_dir.strip():
+        raise UsageError(
+            "--checkpoint-dir is empty, so nothing would be kept", remedy="give a path, or leave the flag out"
+        )
+    script = args.training_script
+    if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
+        raise UsageError(f"there is no script {script}", remedy="correct the path; a module is named with -m")
 
 
 def prepare(args: argparse.Namespace) -> None:

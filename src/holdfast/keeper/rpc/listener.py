@@ -47,7 +47,7 @@ class Network:
             raise ConfigError(
                 f"{self.listen} would listen on every interface of this machine",
                 where="listen",
-                remedy="give the address that the other nodes use, or --listen-unsafe as well",
+                remedy="give the address that the other nodes use, or `listen_unsafe = true` in the settings (HOLDFAST_CONFIG)",
             )
 
 

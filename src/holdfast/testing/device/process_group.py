@@ -20,6 +20,6 @@ def register(native: Any) -> None:
 
     def make(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
         carrier = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        return native.wrap(carrier, timeout.total_seconds())
+        return native.wrap(carrier, store, timeout.total_seconds())
 
     dist.Backend.register_backend(BACKEND, make, devices=[native.name()])

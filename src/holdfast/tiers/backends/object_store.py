@@ -64,7 +64,7 @@ def open_bucket(url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> ObjectStor
         ConfigError: obstore is not installed, or does not understand the URL or its settings.
     """
     if not INSTALLED:
-        remedy = 'pip install "holdfast[cloud]"'
+        remedy = "pip install obstore"
         raise ConfigError("checkpoints in an object store need the package obstore", where=url, remedy=remedy)
     # Plain http only happens to an endpoint that the operator spelt with http://.
     options: Any = {"timeout": f"{timeout_s}s", "connect_timeout": f"{CONNECT_TIMEOUT_S}s", "allow_http": True}

@@ -25,10 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from holdfast.adapters.zero_lines.doubts import (
     UNKEPT,
+    different,
     differs,
     have_all_come,
     is_foreign,
     is_refused,
+    patience,
     ranks,
     say,
     unknown,
@@ -160,7 +162,7 @@ class KeptLoops:
         """Returns the outermost loop if all is kept; None, and a reason told, if anything is unsure on any rank."""
         if (group := ranks(self._events)) is None:
             return None
-        if not have_all_come(group):
+        if not have_all_come(group, patience()):
             reason = f"not all ranks come to the loop of line {site.line}"
             self._events.emit("script_refused", reason=reason)
             say(f"rank {group.rank}: this script is not kept, {reason}; {UNKEPT}")
@@ -174,6 +176,8 @@ class KeptLoops:
             found, looker, entry = self._looked(site, frame)
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
             found = f"what it holds cannot be looked at: {type(error).__name__}: {error}"
+        if (other := different(group, site.line)) != site.line:
+            found = f"another rank comes to the loop of line {other} when this one comes to that of line {site.line}"
         if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
             found = "the script has a Checkpointer of its own"
         if is_refused(group, found if isinstance(found, str) else "", self._events, self._root):
@@ -355,6 +359,9 @@ class _Run:
         self._state.objects = list(found.objects.values())
         self._objects = {**found.objects, "main_values": self._state}
         self._checkpointer = Checkpointer(root, **self._objects)
+        self._checkpointer.patience_s = (
+            patience()
+        )  # who has not made the last step by then may wait for what lies behind this loop
         events.emit("script_kept", root=root, objects=", ".join(sorted(found.objects)))
         if group.rank == 0:
             say(f"this script is kept in {root}: {', '.join(sorted(found.objects))}")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.adapters.zero_lines.changes import Changed
-from holdfast.adapters.zero_lines.doubts import Doubts
+from holdfast.adapters.zero_lines.doubts import Doubts, belongs, collectives_made
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Lost
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.reach.look import Look
@@ -123,6 +123,10 @@ class NestedState(Doubts):
             "generators": {name: list(each) for name, each in self.generators.items()},
             "data": self._data(changed.rows, [entry.start for entry in entries[:-1]]),
             "who": self.who,
+            "cut": {
+                "turns": [[entry.site.number, entry.taken] for entry in entries],
+                "collectives": collectives_made(),
+            },
         }
         return True
 
@@ -273,6 +277,11 @@ class NestedState(Doubts):
             return f"{taken} items of the loop of line {entry.site.line} were done, and there are {size}"
         if (why := self._why_not_begun(state)) or state.get("who") != self.who:
             return why
+        if "cut" in state and not belongs(state["number"], state["cut"]):
+            return (
+                f"ranks were at different turns of the loop of line {entry.site.line} behind their step {state['number']}, and had "
+                f"not made the same collectives: what they saved does not belong together"
+            )
         return entry.changes.other_data(state.get("data", {}), self._data(state["rows"], state["starts"]))
 
     def _data(self, rows: list[list[Any]], starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -89,7 +89,7 @@ class Dialler:
 
 
 class StandbyStore:
-    """Ours.
+    """The standby store of this launcher, and the thread that watches it and the store in use.
 
     Args:
         host: the name or address of this node as others know it.

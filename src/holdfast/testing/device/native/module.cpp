@@ -51,8 +51,9 @@ void sleep_on_device(int index, double seconds) {
   launch(index, [index, seconds] { device(index).pause(seconds); });
 }
 
-c10::intrusive_ptr<c10d::Backend> wrap(c10d::Backend* carrier, double timeout_s) {
-  return make_backend(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(carrier), timeout_s);
+c10::intrusive_ptr<c10d::Backend> wrap(c10d::Backend* carrier, c10d::Store* store, double timeout_s) {
+  return make_backend(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(carrier),
+                      c10::intrusive_ptr<c10d::Store>::reclaim_copy(store), timeout_s);
 }
 
 }  // namespace

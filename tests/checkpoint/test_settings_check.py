@@ -1,4 +1,4 @@
-"""A restart that leaves frozen what the run had thawed, or the other way round, is told by name; nothing is changed."""
+"""A restart that leaves parameters frozen, modes and dropout otherwise than the run had them is told by name; nothing is changed."""
 
 from __future__ import annotations
 
@@ -178,4 +178,90 @@ def test_two_halves_that_take_turns_by_the_number_of_the_step_are_told_nothing(
         third = Life()
         restore(third.state, second.saved())
         train(third, steps + 2, steps + 3)
+    assert not caplog.records
+
+
+class DropoutLife(Life):
+    """A life whose model has a dropout and a running mean between its layers."""
+
+    def __init__(self, *, wrapped: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)]
+        self.objects = {"model": nn.DataParallel(self.model) if wrapped else self.model, "optimizer": self.optimizers}
+        self.look()
+
+
+def evaluated(model: nn.Sequential) -> None:
+    model[2].eval()
+
+
+def dropping_less(model: nn.Sequential) -> None:
+    model[1].p = 0.1
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "name", "was", "is_now"),
+    [
+        (evaluated, "model.2", "in evaluation mode", "in training mode"),
+        (dropping_less, "model.1.p", "0.1", "0.5"),
+        (nn.Sequential.eval, "model, model.0, model.1, model.2, model.3", "in evaluation mode", "in training mode"),
+    ],
+)
+def test_a_mode_that_a_restart_does_not_set_again_is_told_by_name(
+    changed: Callable[[nn.Sequential], object],
+    name: str,
+    was: str,
+    is_now: str,
+    wrapped: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = DropoutLife()
+    first.step()
+    changed(first.model)
+    first.step()
+    second = DropoutLife(wrapped=wrapped)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, first.saved())
+        assert not caplog.records
+        second.step()
+        second.step()
+    assert [record.getMessage().partition(", so")[0] for record in caplog.records] == [
+        f"{name}: {was} in the run that saved this version, {is_now} since the restart"
+    ]
+    assert second.model.training, "nothing is changed"
+    assert second.model[1].p == 0.5
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_an_evaluation_between_steps_is_told_nothing(again: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Saved within an evaluation, restored before one or within one."""
+    first = DropoutLife()
+    first.step()
+    first.model.eval()
+    second = DropoutLife()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, first.saved())
+        if again:
+            second.model.eval()
+            second.model.train()
+        second.step()
+    assert not caplog.records
+
+
+def test_modes_that_are_set_by_the_number_of_the_step_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def train(life: DropoutLife, begin: int, end: int) -> None:
+        for number in range(begin, end):
+            life.model.train()
+            life.model[2].train(number < 2)
+            life.model[1].p = 0.1 * number
+            life.step()
+
+    first = DropoutLife()
+    train(first, 0, 4)
+    second = DropoutLife()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, first.saved())
+        train(second, 4, 6)
     assert not caplog.records
