@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.job.keeper_link import KeeperLink
-from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.save.save_handle import LOOK_S, SaveHandle
+from holdfast.checkpoint.save.storage_saver import DirectSaver
 from holdfast.core.model import Level, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.client import KeeperClient
@@ -401,3 +403,92 @@ def test_the_end_waits_for_no_version_that_the_next_keeper_cannot_know(make: Mak
     checkpointer.close()
     assert time.monotonic() - began < DEADLINE_S
     assert newest(tmp_path / "job") == Version(1, 3)
+
+
+def test_a_wait_ends_in_its_time_though_storage_does_not_answer(make: Make) -> None:
+    """The keeper died, and whether the version is in storage cannot be known."""
+    _, checkpointer = captured(make)
+    keeper, link, answers = keeper_of(checkpointer), checkpointer._run.link, threading.Event()
+    stop(keeper)
+    last = checkpointer.save(0, "durable")
+    last._in_storage = lambda _: answers.wait(DEADLINE_S)
+    keeper.kill()
+    eventually(lambda: link.client is None)
+    began = time.monotonic()
+    with pytest.raises(LevelNotReached):
+        last.wait("durable", 0.5)
+    assert time.monotonic() - began < LOOK_S / 2
+    answers.set()
+    leave(checkpointer)
+
+
+def test_a_wait_looks_in_storage_if_the_keeper_dies_meanwhile(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies behind its commit and before it tells."""
+    wait, waits = Announced.wait, threading.Event()
+    _, checkpointer = captured(make)
+    keeper, told = keeper_of(checkpointer), list[Level]()
+
+    def waited(announced: Announced, *given: Any) -> Level:
+        waits.set()
+        return wait(announced, *given)
+
+    monkeypatch.setattr(Announced, "_progressed", lambda *_: None)
+    monkeypatch.setattr(Announced, "wait", waited)
+    last = checkpointer.save(0, "durable")
+    waiter = threading.Thread(target=lambda: told.append(last.wait("durable", DEADLINE_S)))
+    waiter.start()
+    assert waits.wait(DEADLINE_S)
+    eventually(lambda: open_storage(tmp_path / "job", Events()).versions() == [Version(1, 0)])
+    keeper.kill()
+    waiter.join(DEADLINE_S)
+    assert told == [Level.DURABLE]
+    leave(checkpointer)
+
+
+def test_what_was_durable_stays_so_though_no_later_keeper_knows_of_it(make: Make, tmp_path: Path) -> None:
+    """Retention removed it before the keeper died."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    saved = list[SaveHandle]()
+    while not saved or saved[0].version in open_storage(tmp_path / "job", Events()).versions():
+        trainee.train()
+        saved.append(checkpointer.save(len(saved), "durable"))
+        saved[-1].wait(timeout_s=DEADLINE_S)
+    keeper, link = keeper_of(checkpointer), checkpointer._run.link
+    keeper.kill()
+    eventually(lambda: link.client is None)
+    assert link.wait_mended(DEADLINE_S)
+    assert saved[0].reached is Level.DURABLE
+    assert saved[0].wait("durable", 1.0) is Level.DURABLE
+    leave(checkpointer)
+
+
+@pytest.mark.parametrize("saves_to", ["memory", "storage"])
+def test_a_script_does_not_end_well_if_another_checkpointer_gave_up_all(
+    make: Make, tmp_path: Path, saves_to: str
+) -> None:
+    """Nothing of that one is in storage, and nothing of it could be made durable."""
+    trainees = {name: Trainee() for name in "ab"}
+    made: dict[str, Any] = {name: make(each, path=tmp_path / name) for name, each in trainees.items()}
+    for name, each in made.items():
+        each.restore()
+        trainees[name].train()
+    run = made["b"]._run
+    if saves_to == "storage":
+        direct = partial(DirectSaver, reason="of a test", config=made["b"]._config, events=made["b"].events)
+        run.saver = direct(run.state, run.link, run.job, made["b"]._storage).begin_together()
+        run.optimizer_steps = run.saver.fence.num_steps
+        (tmp_path / "b").rename(tmp_path / "away")
+        (tmp_path / "b").touch()
+    lost = made["b"].save(0, "durable")
+    if saves_to == "memory":
+        run.saver.settle()
+        run.saver.give_up(lost, "of a test")
+    assert lost.given_up
+    made["a"].save(0).wait("captured", DEADLINE_S)
+    with pytest.raises(LevelNotReached, match=f"{tmp_path / 'b'}: {lost.version} is not durable"):
+        made["a"]._stop(made["a"]._run.last)
+    leave(made["b"])

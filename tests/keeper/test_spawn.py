@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -259,6 +260,26 @@ def test_only_the_keeper_of_the_job_is_continued(make_rig: MakeRig, base: Path, 
         other.kill()
         other.wait()
     assert not wake(base / "died")
+
+
+def test_a_stopped_keeper_is_continued_though_a_disk_of_it_does_not_answer(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been writing there, and whoever waits for it must not wait for that disk."""
+    rig, real = make_rig(), Path.stat
+    place = rig.keeper(0)
+    keeper = psutil.Process(rig.pid_of(place))
+
+    def answers(path: Path, **more: bool) -> os.stat_result:
+        if path.parent == Path(f"/proc/{keeper.pid}/fd") and path.readlink().name != KEEPER_LOCK:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, **more)
+
+    monkeypatch.setattr(Path, "stat", answers)
+    keeper.suspend()
+    eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+    assert wake(place.directory)
+    eventually(lambda: keeper.status() != psutil.STATUS_STOPPED)
 
 
 def test_jobs_and_nodes_have_keepers_of_their_own(base: Path) -> None:

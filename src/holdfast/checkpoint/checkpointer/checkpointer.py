@@ -888,8 +888,16 @@ class Checkpointer:
         Returns why it did not; empty if it did, or nothing was saved.
         """
         run = None if self._closed or self._is_forked else self._run
-        if run is None or run.saver.memory is None or (whole := run.whole) is None:
+        if run is None or not run.recent:
             return ""
+        whole = run.whole
+        if whole is None or run.saver.memory is None:
+            if whole is not None and whole.is_stored():
+                return ""
+            handle = whole or run.recent[-1]
+            why = f"{self._root}: {handle.version} is not durable: {handle.given_up or 'memory alone has it'}"
+            logger.error("%s", why)
+            return why
         run.link.wait_mended(self._config.close_timeout_s)
         try:
             self._wait_for(run, self._raise_level(run, whole, Level.DURABLE))

@@ -116,31 +116,53 @@ class SaveHandle:
         """Tells whether it is durable, by what was said last: storage keeps it when the connection to the keeper has ended."""
         client = self._link.last_client
         known = client.announced.known(self.version) if client is not None else None
-        return self._is_committed or (known is not None and Level.DURABLE in known.reached)
+        if known is not None and Level.DURABLE in known.reached:  # it stays so, also if no later keeper knows of it
+            self._is_committed = True
+        return self._is_committed
 
     def give_up(self, reason: str) -> None:
         """This rank will not complete the version."""
         self._given_up = self._given_up or reason
 
-    def ask_again(self) -> None:
-        """The keeper that was asked may have died: before it told that the version is durable, or before it heard that it is due."""
-        with self._asking:
+    def ask_again(self, look_s: float = LOOK_S) -> None:
+        """The keeper that was asked may have died: before it told that the version is durable, or before it heard that it is due.
+
+        A look into storage that had less than LOOK_S is not the last one for this keeper.
+        """
+        if not self._asking.acquire(timeout=look_s):
+            return
+        try:
             client = self._link.client
             if client is self._asked or self.level is not Level.DURABLE or self._given_up or self._is_durable():
                 return
-            self._asked = client
-            if not self.is_stored() and client is not None:
+            is_stored = self.is_stored(look_s)
+            if is_stored or look_s >= LOOK_S:
+                self._asked = client
+            if not is_stored and client is not None:
                 with suppress(KeeperLost):
                     client.persist(self.version)
+        finally:
+            self._asking.release()
 
-    def is_stored(self) -> bool:
+    def is_stored(self, look_s: float = LOOK_S) -> bool:
         """Return whether storage has the version, whoever would have told so; looks there. False if that cannot be known."""
         try:
-            if not self._is_committed:
-                self._is_committed = ReadLimit(LOOK_S, 0, str(self.version)).run(lambda: self._in_storage(self.version))
+            if not self._is_committed and ReadLimit(look_s, 0, str(self.version)).run(
+                lambda: self._in_storage(self.version)
+            ):
+                self._is_committed = True
         except HoldfastError as error:
             logger.info("whether %s is in storage is not known: %s", self.version, error)
         return self._is_committed
+
+    def _is_met(self, wanted: Level, client: KeeperClient | None, deadline: float) -> bool:
+        """Return whether it is durable, and that is enough; looks in storage where `client` cannot tell."""
+        look_s = min(LOOK_S, max(0.0, deadline - time.monotonic()))
+        if wanted is Level.DURABLE and client is not None:
+            self.ask_again(look_s)
+        elif wanted is Level.DURABLE and not self._given_up:
+            self.is_stored(look_s)
+        return self._is_durable() and wanted is not Level.REPLICATED
 
     def committed(self) -> None:
         """It was seen, or written by all ranks, that the version is committed in storage."""
@@ -174,11 +196,9 @@ class SaveHandle:
         started = time.monotonic()
         said = -math.inf
         while True:
-            if wanted is Level.DURABLE:
-                self.ask_again()
-            if self._is_durable() and wanted is not Level.REPLICATED:
-                return Level.DURABLE
             client = self._link.client
+            if self._is_met(wanted, client, deadline):
+                return Level.DURABLE
             if self._given_up or client is None:
                 raise LevelNotReached(
                     f"{self.version} did not reach {wanted.name.lower()}: {self._given_up or 'the keeper is lost'}",
@@ -188,6 +208,8 @@ class SaveHandle:
             try:
                 return client.announced.wait(self.version, wanted, max(0.0, until - time.monotonic()))
             except LevelNotReached as error:
+                if wanted is Level.DURABLE and not client.alive and time.monotonic() < deadline:
+                    continue  # it may have died before it told
                 # Earlier than the end of this slice: the answer is final. So it is when all time is over.
                 if time.monotonic() < until or until >= deadline:
                     alarms = _alarms(client)

@@ -35,6 +35,6 @@ def wake(directory: Path) -> bool:
 
 
 def _has_open(pid: int, file: Path) -> bool:
-    """Return whether a process has this very file open, as who holds a lock on it has."""
-    with os.scandir(f"/proc/{pid}/fd") as links:
-        return any(os.path.samestat(link.stat(), file.stat()) for link in links)
+    """Return whether a process has this very file open, as who holds a lock on it has. Looks at no other: a disk may hang."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return any(link.readlink().name == file.name and link.samefile(file) for link in links)
