@@ -302,3 +302,28 @@ def test_a_setting_that_may_be_due_to_change_is_told_as_such(caplog: pytest.LogC
         thawed(second.model)
         second.step()
     assert "unless this changes at this very step" in caplog.text
+
+
+def test_halves_of_one_model_that_take_turns_in_evaluation_mode_are_told_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in a GAN: each optimizer finds the same at each of its steps, and the other one something else."""
+
+    def turn(life: Life) -> None:
+        for layer, optimizer in zip(life.model, life.optimizers, strict=True):
+            for each in life.model:
+                each.train(each is layer)
+            life.model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            life.state.stepped(optimizer)
+            optimizer.zero_grad()
+
+    first = Life()
+    for _ in range(2):
+        turn(first)
+    second = Life()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, first.saved())
+        turn(second)
+        turn(second)
+    assert not caplog.records

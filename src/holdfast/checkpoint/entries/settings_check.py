@@ -57,7 +57,9 @@ class SettingsCheck(TransientPart, ABC):
         super().__init__(name)
         self.optimizers, self._again = optimizers, began is not None
         self.began: dict[str, float] = dict(began or {})
-        self._seen: dict[int, list[float]] = {}  # by optimizer, what it was at its last step
+        # By optimizer, what it was at its last step, and how often it had changed then.
+        self._seen: dict[int, tuple[list[float], int]] = {}
+        self._changes = 0
         self._now: dict[str, float] = {}  # the same by name
         self._changed: dict[str, float | None] = {}  # of these, what is not as it began; None: it was, and went back
         self._offered: dict[str, float | None] = {}  # what the version that is being restored says
@@ -88,12 +90,14 @@ class SettingsCheck(TransientPart, ABC):
         """An optimizer made a step, with its settings as they are."""
         things = self.of(optimizer)
         settings = self.settings(things)
-        if not self._due and settings == self._seen.get(id(optimizer)):
+        if not self._due and self._seen.get(id(optimizer)) == (settings, self._changes):
             return
-        self._seen[id(optimizer)] = settings
         now = {name: each for thing, each in zip(things, settings, strict=True) if (name := self.called(thing))}
         back = {name for name, each in now.items() if self._now.get(name, each) != each == self.began.get(name)}
         turns = dict.fromkeys({*back, *(name for name, each in self._changed.items() if each is None)})
+        if now.items() - self._now.items():
+            self._changes += 1  # another optimizer may have found it otherwise
+        self._seen[id(optimizer)] = settings, self._changes
         self._now.update(now)
         changed = {name: each for name, each in self._now.items() if self.began.get(name, each) != each}
         self._changed = {**changed, **turns}
