@@ -1069,11 +1069,13 @@ for epoch in range(3):
 import time
 class Meter:
     def __init__(self): self.total, self.counts = 0.0, collections.deque(maxlen=3)
+    def add(self, value): self.total += value
     def log_every(self, batches):
         begin, seconds = time.time(), Meter()
         for batch in batches:
             yield batch
-            seconds.counts.append(time.time() - begin)
+            seconds.add(time.time() - begin)
+            left = seconds.total * (7 - len(self.counts))
             spent = f"{time.time() - begin:.3f}"
             print("log", self.total / self.counts[-1], spent)
 for epoch in range(3):

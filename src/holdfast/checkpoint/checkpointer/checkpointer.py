@@ -246,7 +246,7 @@ class Checkpointer:
         open_checkpointers.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
         heartbeat.at_step(last)  # shown when it is told, not before
         start = self._begin(run, report.version, restorer.recorded)
-        if group.rank == 0:
+        if group.rank == 0 and state.optimizers:
             apart_notice.tell(self._root, start, self._others())
         return start
 
@@ -723,11 +723,11 @@ class Checkpointer:
         return self._run
 
     def _others(self) -> Iterator[tuple[str, int]]:
-        """Other checkpointers of this process that were restored and have reported no step since: path and step to go on with."""
+        """Others of this process that train, were restored and have reported no step since: path and step to go on with."""
         for each in open_checkpointers.opened():
             if isinstance(each, Checkpointer) and each is not self and not each._closed:
                 run = each._run
-                if run is not None and run.step < 0:
+                if run is not None and run.step < 0 and run.state.optimizers:
                     yield each._root, run.start
 
     def _new_state(self, group: collectives.Ranks) -> State:

@@ -422,7 +422,11 @@ def _state(token: Any, name: str, value: Any, is_of_user: Callable[[Any], bool],
 def _timed(file: str) -> frozenset[str]:
     """Returns the names of a file of the user's that may hold what a clock told: they differ from run to run."""
     try:
-        return clock_names(ast.parse("".join(linecache.getlines(file)))) if not is_installed(file) else frozenset()
+        return (
+            clock_names(ast.parse("".join(linecache.getlines(file))), meters=True)
+            if not is_installed(file)
+            else frozenset()
+        )
     except (SyntaxError, ValueError):
         return frozenset()
 
