@@ -419,6 +419,7 @@ def test_a_wait_ends_in_its_time_though_storage_does_not_answer(make: Make) -> N
         last.wait("durable", 0.5)
     assert time.monotonic() - began < LOOK_S / 2
     answers.set()
+    assert link.wait_mended(DEADLINE_S)
     leave(checkpointer)
 
 
@@ -444,6 +445,7 @@ def test_a_wait_looks_in_storage_if_the_keeper_dies_meanwhile(
     keeper.kill()
     waiter.join(DEADLINE_S)
     assert told == [Level.DURABLE]
+    assert checkpointer._run.link.wait_mended(DEADLINE_S)
     leave(checkpointer)
 
 
