@@ -1065,6 +1065,52 @@ for epoch in range(3):
         die(epoch, i)
     die(epoch, "eval")
 """, "it has a place of its own, which it hands out", kills=("0,4", "2,3")),
+    "meter that a generator of the script prints": Case("""
+import time
+class Meter:
+    def __init__(self): self.total, self.counts = 0.0, collections.deque(maxlen=3)
+    def add(self, value): self.total += value
+    def log_every(self, batches):
+        begin, seconds = time.time(), Meter()
+        for batch in batches:
+            yield batch
+            seconds.add(time.time() - begin)
+            left = seconds.total * (7 - len(self.counts))
+            spent = f"{time.time() - begin:.3f}"
+            print("log", self.total / self.counts[-1], spent)
+for epoch in range(3):
+    meter = Meter()
+    for i, (x, y) in enumerate(meter.log_every(loader)):
+        {step}
+        meter.total += loss.item()
+        meter.counts.append(i + 1)
+        die(epoch, i)
+    die(epoch, "eval")
+""", kills=("0,4", "0,6", "2,3", "end"), shown="meter.total"),
+    "meter of which an item is made once more than it can": Case("""
+calls = collections.Counter()
+class Meter:
+    def __init__(self): self.total = 0.0
+    def log_every(self, batches):
+        for batch in batches:
+            yield batch
+            self.seen = 1.0 / self.total
+for epoch in range(3):
+    meter = Meter()
+    for i, (x, y) in enumerate(meter.log_every(loader)):
+        {step}
+        meter.total += 1.0
+        die(epoch, i)
+    die(epoch, "eval")
+""", "cannot be taken again: ZeroDivisionError", kills=("0,4", "2,3")),
+    "dict of a library that makes up what is in it": Case(inline(
+        pre="import shelf\nnames = shelf.Names()", body="names['a']",
+    ), kills=("0,4", "2,3"), package=SHELF + """
+class Names(dict):
+    def _load(self): raise ImportError('not installed')
+    def __getitem__(self, key): return 1
+    __iter__ = __len__ = keys = values = items = _load
+"""),
     "object of a library that cannot say its state": Case(inline(
         pre="import shelf\nmean = shelf.Mean()", body="mean.sum += 1",
     ), "'mean', a Mean, cannot hand out its state: NotImplementedError: not yet", kills=("0,4",), scale="(1 + mean.sum / 100)",

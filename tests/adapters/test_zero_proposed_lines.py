@@ -21,7 +21,7 @@ LIFE = str(Path(__file__).with_name("zero_life.py"))
 LINE = re.compile(r"holdfast:   (before|behind|lines?)(?: line)? (\d+)(?: to (\d+))?(?: becomes?)?: \|(.*)")
 
 HEAD = """
-import collections, copy, os, sys
+import argparse, collections, copy, os, sys
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -178,7 +178,27 @@ def run(net, opt, data, die):
         die(epoch)
 """
 
+TRACKED = f"""
+args, average, loader = argparse.Namespace(tracks=False), None, DataLoader(data, batch_size=4, shuffle=True)
+for epoch in range(4):
+    if args.tracks:
+        total = 0
+    with torch.no_grad():
+        print(epoch, net(data.tensors[0]).sum().item())
+    for x, y in loader:
+        {STEP}
+        if args.tracks:
+            total += loss.item()
+        if average:
+            average.seen += 1
+    if args.tracks:
+        print(total)
+    die(epoch)
+print('END', epoch)
+"""
+
 KEPT = {
+    "a name that is set under a condition, an attribute of nothing": (TRACKED, "2"),
     "nanoGPT": (BY_TEXT, "7"),
     "nanoGPT, behind the last step": (BY_TEXT, "11"),
     "replay buffer": (REPLAY, "9"),
@@ -189,7 +209,12 @@ KEPT = {
     "optimizers in a list that is gone over": (SEVERAL, "2"),
     "loop of an imported module": (IMPORTED, "2"),
 }
-SAMPLE = {"nanoGPT", "loop of an imported module", "replay buffer"}
+SAMPLE = {
+    "a name that is set under a condition, an attribute of nothing",
+    "nanoGPT",
+    "loop of an imported module",
+    "replay buffer",
+}
 NONE = {
     "generator": (
         f"batches = iter(DataLoader(data, batch_size=4))\nfor step in range(7):\n    x, y = next(batches)\n    {STEP}\n",
@@ -326,3 +351,47 @@ def test_hooks_of_others_behind_a_step_are_called_when_the_lines_are_said(tmp_pa
     assert told.returncode == 0, told.stderr
     assert "no lines can be given" in told.stderr
     assert (told.stdout.count("before"), told.stdout.count("behind")) == (7, 7)
+
+
+ACCELERATED = """
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+loader = DataLoader(data, batch_size=4, shuffle=True)
+schedule = torch.optim.lr_scheduler.StepLR(opt, 3)
+net, opt, loader, schedule = accelerator.prepare(net, opt, loader, schedule)
+done = 0
+for epoch in range(4):
+    net.eval()
+    with torch.no_grad():
+        print(epoch, net(data.tensors[0]).sum().item())
+    net.train()
+    for x, y in loader:
+        with accelerator.accumulate(net):
+            loss = F.cross_entropy(net(x), y)
+            accelerator.backward(loss)
+            opt.step()
+            schedule.step()
+            opt.zero_grad()
+        done += 1
+    die(epoch)
+print('END', epoch, done)
+"""
+
+
+@pytest.mark.usefixtures("keepers")
+@pytest.mark.timeout(240)
+def test_the_lines_for_an_accelerator_wrap_what_it_has_prepared(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    root = str(tmp_path / "zero")
+    text = HEAD + ACCELERATED + TAIL
+    refused = live(text, tmp_path / "refused", root)
+    assert refused.returncode == 0, refused.stderr
+    assert "holdfast.adapters.huggingface.wrap(accelerator, " in refused.stderr, refused.stderr
+    lined = put_in(text, refused.stderr, root, str(tmp_path / "root"))
+    killed = live(lined, tmp_path / "lined", "-", "2")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = live(lined, tmp_path / "lined", "-", "2")
+    assert again.returncode == 0, again.stderr
+    assert ends(again) == ends(refused)
+    assert not again.stdout.startswith("0 "), "it began anew"

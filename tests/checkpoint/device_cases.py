@@ -851,7 +851,8 @@ class TwoNets:
         parts = {f"net{i}": net for i, net in enumerate(self.nets)} | {
             f"by{i}": o for i, o in enumerate(self.optimizers)
         }
-        self.checkpointer = holdfast.Checkpointer(root / "job", **parts, config=holdfast.Config(linger_s=5.0))
+        config = holdfast.Config(linger_s=5.0, fence_timeout_s=30.0)  # a machine at work copies slowly as well
+        self.checkpointer = holdfast.Checkpointer(root / "job", **parts, config=config)
 
     def step(self, number: int, *, save: bool = True) -> None:
         x = torch.ones(8, 256, device=place())

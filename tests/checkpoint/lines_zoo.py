@@ -5,6 +5,7 @@ Each is a file of its own that a test runs with a Checkpointer of its own class,
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from textwrap import dedent, indent
 
@@ -72,7 +73,8 @@ class Case:
                 self.loop,
             )
         )
-        return HEAD + (f"def main():\n{indent(body, '    ')}\nmain()\n" if self.in_function else body + "\n")
+        text = re.sub(" *FIRST COLUMN", "FIRST COLUMN", indent(body, "    "))
+        return HEAD + (f"def main():\n{text}\nmain()\n" if self.in_function else body + "\n")
 
 
 PLAIN = """
@@ -217,6 +219,219 @@ CASES = {
             return scale
         """,
         names=("count", "scale"),
+    ),
+    "objects of odd classes beside what is told": Case(
+        """
+        for step in range(start, 8):
+            mean = 0.9 * mean + train(batch()).item()
+            for hook in hooks:
+                hook.on_step(mean)
+            quiet(mean)
+            ckpt.step(step)
+        """,
+        before="""
+        class Counts:
+            '''Counts.
+            FIRST COLUMN
+            '''
+            n = 0
+            def on_step(self, mean):
+                self.n += 1
+        class Kind(type):
+            __hash__ = None
+            def __eq__(self, other):
+                return self is other
+        class Strange(metaclass=Kind):
+            n = 0
+            def on_step(self, mean):
+                self.n += 1
+        class Closed(Counts):
+            def __getattribute__(self, name):
+                if name == "__dict__":
+                    raise RuntimeError(name)
+                return object.__getattribute__(self, name)
+        def silenced():
+            def quiet(mean):
+                nonlocal late
+                if mean == "no":
+                    late = late + 1
+                return mean
+            if step_size > 1:
+                late = 0
+            return quiet
+        step_size = 1.0
+        mean, quiet = 0.0, silenced()
+        hooks = [Counts(), Closed(), Strange()]
+        """,
+        names=("mean", "hooks[0].n", "hook.n"),
+    ),
+    "callbacks by the members of enumerations": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            for hook in hooks.values():
+                hook.on_step(loss.item())
+            ckpt.step(step)
+        """,
+        before="""
+        import enum
+        class Phase(str, enum.Enum):
+            TRAIN = "train"
+        class Place(enum.Enum):
+            FIRST = 1
+        class Count:
+            n = 0
+            def on_step(self, loss):
+                self.n += 1
+        hooks = {Phase.TRAIN: Count(), Place.FIRST: Count()}
+        """,
+        names=("hooks[Phase.TRAIN].n", "hooks[Place.FIRST].n"),
+    ),
+    "callbacks that only the inner loop has a name for": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            for hook in hooks:
+                hook.on_step(loss.item())
+            ckpt.step(step)
+        """,
+        before="""
+        class Count:
+            n = 0
+            def on_step(self, loss):
+                self.n += 1
+        hooks = [Count() for _ in range(30)]
+        """,
+        names=("hook.n",),
+    ),
+    "callbacks of names that are alike": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            for hook in hooks.values():
+                hook.on_step(loss.item())
+            größe = größe + 1
+            ckpt.step(step)
+        """,
+        before="""
+        class Count:
+            n = 0
+            def on_step(self, loss):
+                self.n += 1
+        größe = 0.0
+        hooks = {"a-b": Count(), "a_b": Count(), -1: Count(), 1: Count(), "損失": Count(), "it's": Count()}
+        """,
+        names=(
+            "größe",
+            "hooks['a-b'].n",
+            "hooks['a_b'].n",
+            "hooks[-1].n",
+            "hooks[1].n",
+            "hooks['損失'].n",
+            'hooks["it\'s"].n',
+        ),
+    ),
+    "callbacks that are carried, by its place": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            for hook in hooks:
+                hook.on_step(loss.item())
+            ckpt.step(step, n=hooks[0].n)
+        """,
+        before="""
+        class Count:
+            n = 0
+            def on_step(self, loss):
+                self.n += 1
+        hooks = [Count()]
+        """,
+        between="""
+        hooks[0].n = ckpt.carry('n', hooks[0].n)
+        """,
+    ),
+    "callbacks that are carried, by a name of its own": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            for hook in hooks:
+                hook.on_step(loss.item())
+            ckpt.step(step, n=stop.n)
+        """,
+        before="""
+        class Count:
+            n = 0
+            def on_step(self, loss):
+                self.n += 1
+        hooks = [Count()]
+        """,
+        between="""
+        stop = hooks[0]
+        stop.n = ckpt.carry('n', stop.n)
+        """,
+    ),
+    "callbacks that are carried, all of them": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            for hook in hooks:
+                hook.on_step(loss.item())
+            ckpt.step(step, n=[hook.n for hook in hooks])
+        """,
+        before="""
+        class Count:
+            n = 0
+            def on_step(self, loss):
+                self.n += 1
+        hooks = [Count()]
+        """,
+        between="""
+        for hook, n in zip(hooks, ckpt.carry('n', [0])):
+            hook.n = n
+        """,
+    ),
+    "callbacks that are carried, as a whole": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            for hook in hooks:
+                hook.on_step(loss.item())
+            ckpt.step(step, n=vars(hooks[0]))
+        """,
+        before="""
+        class Count:
+            n = 0
+            def on_step(self, loss):
+                self.n += 1
+        hooks = [Count()]
+        """,
+        between="""
+        vars(hooks[0]).update(ckpt.carry('n', {'n': 0}))
+        """,
+    ),
+    "callbacks of which one is carried": Case(
+        """
+        trainer.run(start)
+        """,
+        before="""
+        class Count:
+            n = 0
+            def on_step(self, loss):
+                self.n += 1
+        class Trainer:
+            def __init__(self):
+                self.hooks = [Count(), Count()]
+            def run(self, start):
+                self.hooks[0].n = ckpt.carry("n", self.hooks[0].n)
+                for step in range(start, 8):
+                    loss = train(batch())
+                    for hook in self.hooks:
+                        hook.on_step(loss.item())
+                    ckpt.step(step, n=self.hooks[0].n)
+        trainer = Trainer()
+        """,
+        in_function=False,
+        names=("self.hooks[1].n",),
     ),
     "a while loop": Case(
         """

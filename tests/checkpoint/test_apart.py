@@ -49,3 +49,22 @@ def test_a_training_that_begins_behind_the_steps_of_another_one_is_not_told(
         second.abandon()
         first.close()
     assert SAID not in caplog.text
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_teacher_that_is_not_trained_is_not_told(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_first: bool
+) -> None:
+    """It has no optimizer, and stays as it is."""
+    trainee, checkpointer, _ = restored(make, tmp_path / "teacher")
+    trainee.train()
+    checkpointer.step(0)
+    checkpointer.close()
+    student = None if is_first else restored(make, tmp_path / "student")
+    config = holdfast.Config(runtime_dir=str(checkpointer._config.runtime_dir), linger_s=1.0)
+    teacher = holdfast.Checkpointer(tmp_path / "teacher", model=Trainee().model, config=config)
+    assert teacher.restore(strict=False) == 1
+    student = student or restored(make, tmp_path / "student")
+    assert student[2] == 0
+    teacher.abandon()
+    assert SAID not in caplog.text

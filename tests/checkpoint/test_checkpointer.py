@@ -696,9 +696,10 @@ def test_a_wait_for_copies_that_nobody_makes_ends_when_it_is_captured(monkeypatc
     monkeypatch.setattr(handles, "PROGRESS_S", 0.01)
     captured = Announced(0, lambda: True)
     captured.take(Progress(version=Version(1, 3), reached=(Level.CAPTURED,), reason="all sealed it", abandoned=False))
-    client: Any = SimpleNamespace(announced=captured, alive=True)
+    client = SimpleNamespace(announced=captured, alive=True)
+    link: Any = SimpleNamespace(client=client, last_client=client)
     handle = handles.SaveHandle(
-        Version(1, 3), Level.REPLICATED, client=lambda: client, last_client=lambda: client, settle=lambda _: None,
+        Version(1, 3), Level.REPLICATED, link=link, in_storage=lambda _: False, settle=lambda _: None,
         topology=Topology(("a", "b"), (0, 1), redundancy="none"), timeout_s=600.0,
     )  # fmt: skip
     with pytest.raises(LevelNotReached, match="is captured, and nothing makes it replicated: redundancy is none"):

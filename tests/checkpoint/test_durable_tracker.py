@@ -342,7 +342,7 @@ def test_the_end_waits_for_no_slots_of_a_keeper_that_is_frozen(
 ) -> None:
     """It was asked for them with the patience that memory needs, which is minutes."""
     monkeypatch.setattr(keeper_link, "SILENT_S", 0.5)
-    monkeypatch.setattr(keeper_link, "wake", lambda _: False)  # as one that no signal has stopped
+    monkeypatch.setattr(KeeperClient, "wake", lambda _: False)  # as one that no signal has stopped
     trainee, wait_all = Trainee(), Reservation.wait_all
     checkpointer = make(trainee)
     checkpointer.restore()

@@ -232,6 +232,9 @@ def test_what_a_killed_process_held_goes_when_the_next_incarnation_commits(
 class Handle(SimpleNamespace):
     given_up = ""
 
+    def ask_again(self) -> None:
+        """Its keeper lives."""
+
 
 def test_places_are_collected_until_the_version_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
-from kit.checkpointers import Make, Trainee, leave
+from kit.checkpointers import Make, Trainee, leave, wait_gone
 
 DEADLINE_S = 60.0
 
@@ -37,6 +38,11 @@ def captured(make: Make) -> tuple[Trainee, Any]:
     return trainee, checkpointer
 
 
+def stop(keeper: psutil.Process) -> None:
+    keeper.suspend()
+    eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+
+
 def newest(path: Path) -> Version:
     return open_storage(path, Events()).versions()[-1]
 
@@ -51,8 +57,7 @@ def test_the_last_version_is_saved_again_if_its_keeper_died_before_it_was_sealed
     keeper = keeper_of(checkpointer)
 
     def copied_in_vain(client: KeeperClient, *given: Any, **more: Any) -> None:
-        keeper.suspend()
-        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        stop(keeper)
         copied(client, *given, **more)
         keeper.kill()
 
@@ -102,7 +107,7 @@ def test_a_keeper_that_dies_while_the_last_version_is_waited_for_is_replaced(
         keeper.kill()
         if moment == "before":
             keeper.wait(DEADLINE_S)
-            eventually(lambda: handle._client() is None)
+            eventually(lambda: handle._link.client is None)
         return wait(handle, level, timeout_s)
 
     monkeypatch.setattr(SaveHandle, "wait", killed)
@@ -120,8 +125,7 @@ def test_a_version_that_becomes_due_just_as_its_keeper_dies_is_due_for_the_next_
 
     def persist_in_vain(client: KeeperClient, version: Version) -> None:
         monkeypatch.undo()
-        keeper.suspend()
-        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        stop(keeper)
         persist(client, version)
         keeper.kill()
         eventually(lambda: not client.alive)
@@ -136,8 +140,7 @@ def test_a_keeper_that_a_signal_stopped_is_continued_at_the_end(make: Make, tmp_
     """It would be waited for as long as storage may take, and what it holds is nowhere else."""
     _, checkpointer = captured(make)
     keeper = keeper_of(checkpointer)
-    keeper.suspend()
-    eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+    stop(keeper)
     checkpointer.close()
     assert newest(tmp_path / "job") == Version(1, 0)
 
@@ -147,8 +150,7 @@ def test_a_keeper_that_a_signal_stops_while_it_is_waited_for_is_continued_and_to
 ) -> None:
     trainee, checkpointer = captured(make)
     keeper = keeper_of(checkpointer)
-    keeper.suspend()
-    eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+    stop(keeper)
     trainee.train()
     checkpointer._run.link.require().persist(Version(1, 0))
     checkpointer._run.last.wait("durable", DEADLINE_S)
@@ -163,8 +165,7 @@ def test_flush_waits_for_no_keeper_that_is_gone_or_stopped(make: Make, tmp_path:
     """Nobody but a save looked for the next one, and no save comes while this waits."""
     _, checkpointer = captured(make)
     keeper = keeper_of(checkpointer)
-    keeper.suspend()
-    eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+    stop(keeper)
     checkpointer.save(0, "durable")
     if fate == "killed":
         keeper.kill()
@@ -217,8 +218,7 @@ def test_flush_waits_for_no_version_that_its_keeper_had_not_sealed(
     keeper = keeper_of(checkpointer)
 
     def copied_in_vain(client: KeeperClient, *given: Any, **more: Any) -> None:
-        keeper.suspend()
-        eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
+        stop(keeper)
         copied(client, *given, **more)
         keeper.kill()
 
@@ -263,3 +263,141 @@ def test_the_end_waits_for_a_keeper_that_is_just_being_started(
     monkeypatch.setattr(checkpointer._run.lower, "closing", closing)
     checkpointer.close()
     assert newest(tmp_path / "job") == Version(1, 0)
+
+
+@pytest.mark.parametrize("moment", ["begin", "goodbye"])
+def test_a_keeper_that_a_signal_stops_at_the_very_end_ends_with_its_job(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It would keep the memory of its slots, and nobody comes to it any more."""
+    real = getattr(KeeperClient, moment)
+    trainee, checkpointer = captured(make)
+    trainee.train()
+    checkpointer.step(1)
+    keeper = keeper_of(checkpointer)
+
+    def stopped(client: KeeperClient, *given: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        stop(keeper)
+        return real(client, *given, **more)
+
+    monkeypatch.setattr(KeeperClient, moment, stopped)
+    checkpointer.close()
+    wait_gone(keeper)
+    assert newest(tmp_path / "job") == Version(1, 1)
+
+
+def test_nobody_waits_for_a_version_that_its_keeper_had_not_sealed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next keeper tells all ranks that it is lost, and of those before it."""
+    copied, begin = KeeperClient.copied, KeeperClient.begin
+    trainee, checkpointer = captured(make)
+    keeper = keeper_of(checkpointer)
+
+    def copied_in_vain(client: KeeperClient, *given: Any, **more: Any) -> None:
+        stop(keeper)
+        copied(client, *given, **more)
+
+    def begin_in_vain(client: KeeperClient, *given: Any, **more: Any) -> Any:
+        keeper.kill()
+        return begin(client, *given, **more)
+
+    monkeypatch.setattr(KeeperClient, "copied", copied_in_vain)
+    trainee.train()
+    last = checkpointer.save(1)
+    checkpointer._run.saver.settle()
+    monkeypatch.setattr(KeeperClient, "begin", begin_in_vain)
+    trainee.train()
+    assert checkpointer.save(2).given_up
+    monkeypatch.undo()
+    assert not last.given_up
+    assert checkpointer._run.link.wait_mended(DEADLINE_S)
+    with pytest.raises(LevelNotReached, match="its keeper died before it was sealed"):
+        last.wait("captured", 10 * DEADLINE_S)
+    leave(checkpointer)
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["not heard of", "not told of"])
+def test_what_a_dead_keeper_was_asked_to_store_is_told_of_without_another_call(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_stored: bool
+) -> None:
+    """It was asked behind the save, so what the next keeper finds in the slots does not say so."""
+    trainee, told = Trainee(), list[HoldfastError | None]()
+    checkpointer = make(trainee, on_durable=lambda _, error: told.append(error))
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    keeper, link = keeper_of(checkpointer), checkpointer._run.link
+    if is_stored:
+        monkeypatch.setattr(Announced, "_progressed", lambda *_: None)
+    else:
+        stop(keeper)
+    checkpointer.save(0, "durable")
+    if is_stored:
+        eventually(lambda: open_storage(tmp_path / "job", Events()).versions() == [Version(1, 0)])
+    keeper.kill()
+    eventually(lambda: link.client is None)
+    monkeypatch.undo()
+    if is_stored:  # without the next one
+        eventually(lambda: bool(told))
+    link.mend()
+    eventually(lambda: bool(told))
+    assert told == [None]
+    leave(checkpointer)
+
+
+def test_a_version_that_is_saved_again_at_the_end_is_told_of_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as given up and then as durable: to who listens it is one save."""
+    copied = KeeperClient.copied
+    trainee, told = Trainee(), list[HoldfastError | None]()
+    checkpointer = make(trainee, on_durable=lambda _, error: told.append(error))
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.step(0)
+    keeper = keeper_of(checkpointer)
+
+    def killed(client: KeeperClient, *given: Any, **more: Any) -> None:
+        monkeypatch.undo()
+        keeper.kill()
+        eventually(lambda: not client.alive)
+        copied(client, *given, **more)
+
+    monkeypatch.setattr(KeeperClient, "copied", killed)
+    checkpointer.close()
+    assert told == [None]
+
+
+def test_a_script_does_not_end_well_if_another_checkpointer_could_not_save(make: Make, tmp_path: Path) -> None:
+    """One of several ends the script, after SIGTERM, and what the others hold in memory goes with it."""
+    trainees = {name: Trainee() for name in "ab"}
+    made: dict[str, Any] = {
+        name: make(trainee, path=tmp_path / name, close_timeout_s=2.0) for name, trainee in trainees.items()
+    }
+    for name, each in made.items():
+        each.restore()
+        trainees[name].train()
+        each.save(0).wait("captured", DEADLINE_S)
+    (tmp_path / "b").rename(tmp_path / "away")
+    (tmp_path / "b").touch()
+    with pytest.raises(LevelNotReached, match=f"{tmp_path / 'b'}: .* is captured, not durable"):
+        made["a"]._stop(made["a"]._run.last)
+    assert newest(tmp_path / "a") == Version(1, 0)
+    leave(made["b"])
+
+
+def test_the_end_waits_for_no_version_that_the_next_keeper_cannot_know(make: Make, tmp_path: Path) -> None:
+    """Its slot was given to a later one before its keeper died, and it was captured then."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    for step in range(3):
+        trainee.train()
+        checkpointer.save(step).wait("captured", DEADLINE_S)
+    trainee.train()
+    checkpointer.step(3)
+    keeper, link = keeper_of(checkpointer), checkpointer._run.link
+    keeper.kill()
+    eventually(lambda: link.client is None)
+    began = time.monotonic()
+    checkpointer.close()
+    assert time.monotonic() - began < DEADLINE_S
+    assert newest(tmp_path / "job") == Version(1, 3)

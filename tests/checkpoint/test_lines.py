@@ -63,7 +63,7 @@ def test_what_a_loop_leaves_out_is_named_and_nothing_else(
 ) -> None:
     said = told(tmp_path, CASES[name], caplog)
     assert "is not looked at" not in said
-    assert set(re.findall(r"^    ([\w.\[\]']+): ", said, re.MULTILINE)) == set(CASES[name].names)
+    assert set(re.findall(r"^    ([\w.\[\]'\"-]+): ", said, re.MULTILINE)) == set(CASES[name].names)
 
 
 def test_what_is_told_names_the_place_and_the_lines_that_keep_it(
@@ -95,6 +95,25 @@ def test_the_lines_of_a_later_warning_keep_what_was_told_before_too(
     assert "often: " not in last
     assert 'often, seldom = ckpt.carry("often", often), ckpt.carry("seldom", seldom)\n' in last
     assert "ckpt.step(step, often=often, seldom=seldom)\n" in last
+
+
+@pytest.mark.parametrize("name", ["callbacks of names that are alike", "callbacks by the members of enumerations"])
+def test_the_lines_that_are_told_can_be_taken_as_they_are(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = CASES[name].text()
+    said = told(tmp_path, CASES[name], caplog)
+    *_, taken, passed = said.rstrip().splitlines()
+    text = text.replace("    start = ckpt.restore()", f"    start = ckpt.restore()\n    {taken.strip()}")
+    text = text.replace("        ckpt.step(step)", f"        {passed.strip()}")
+    (tmp_path / "train.py").write_text(text)
+    caplog.clear()
+    runpy.run_path(str(tmp_path / "train.py"), {"Checkpointer": Lines}, "__main__")
+    assert not caplog.records
+    keys = re.findall(r"carry\(\"(.*?)\", ", taken)
+    assert len(set(keys)) == len(CASES[name].names)
+    for key in keys:
+        CarriedPart("carried").take(key, 1.0)
 
 
 def test_no_line_is_told_that_carry_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

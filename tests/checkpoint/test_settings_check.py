@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -227,7 +228,7 @@ def test_a_mode_that_a_restart_does_not_set_again_is_told_by_name(
         assert not caplog.records
         second.step()
         second.step()
-    assert [record.getMessage().partition(", so")[0] for record in caplog.records] == [
+    assert [record.getMessage().partition(". ")[0] for record in caplog.records] == [
         f"{name}: {was} in the run that saved this version, {is_now} since the restart"
     ]
     assert second.model.training, "nothing is changed"
@@ -264,4 +265,65 @@ def test_modes_that_are_set_by_the_number_of_the_step_are_told_nothing(caplog: p
     with caplog.at_level(logging.WARNING, "holdfast"):
         restore(second.state, first.saved())
         train(second, 4, 6)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.float32])
+def test_a_rate_of_another_kind_spoils_no_version(
+    kind: Callable[[float], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is learned, or computed: no version can have the tensor, and none is given up for it."""
+    first = DropoutLife()
+    first.step()
+    first.model[1].p = kind(0.25)
+    first.step()
+    saved = first.saved()
+    second = DropoutLife()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, saved)
+        second.model[1].p = kind(0.25)
+        second.step()
+        assert not caplog.records
+        third = DropoutLife()
+        restore(third.state, saved)
+        third.step()
+    assert "model.1.p: " in caplog.text
+    assert "in the run that saved this version, 0.5 since the restart" in caplog.text
+
+
+def test_a_setting_that_may_be_due_to_change_is_told_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    """The script says it at every step by the number, and the version is of the last step before it changes."""
+    first = Life()
+    frozen(first.model)
+    first.step()
+    second = Life()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, first.saved())
+        thawed(second.model)
+        second.step()
+    assert "unless this changes at this very step" in caplog.text
+
+
+def test_halves_of_one_model_that_take_turns_in_evaluation_mode_are_told_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in a GAN: each optimizer finds the same at each of its steps, and the other one something else."""
+
+    def turn(life: Life) -> None:
+        for layer, optimizer in zip(life.model, life.optimizers, strict=True):
+            for each in life.model:
+                each.train(each is layer)
+            life.model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            life.state.stepped(optimizer)
+            optimizer.zero_grad()
+
+    first = Life()
+    for _ in range(2):
+        turn(first)
+    second = Life()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        restore(second.state, first.saved())
+        turn(second)
+        turn(second)
     assert not caplog.records

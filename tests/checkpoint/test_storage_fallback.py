@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,7 +156,8 @@ def test_a_job_goes_on_where_another_user_made_the_default_runtime_directory(
         checkpointer.close()
     finally:
         checkpointer.abandon()
-    assert "another user made it: set HOLDFAST_RUNTIME_DIR" in caplog.text
+    assert ("another user made it" in caplog.text) == (planted == "directory")
+    assert "set HOLDFAST_RUNTIME_DIR to a private directory" in caplog.text
     assert versions(tmp_path)[0] == Version(1, 0)
     assert planted == "file" or list(taken.iterdir()) == []
 
@@ -204,7 +206,7 @@ class Board(dict[str, str]):
 
 
 class Link:
-    """Is a link to a keeper that is in order, or to one that followed a keeper that died with the last version.
+    """Is a link to a keeper that is in order.
 
     Attributes:
         mended: how often somebody looked whether a keeper is to be replaced.
@@ -212,37 +214,30 @@ class Link:
 
     trouble, silent, client = "", False, None
 
-    def __init__(self, unsealed: Version | None = None) -> None:
-        self.unsealed = unsealed
+    def __init__(self) -> None:
         self.mended = 0
 
-    def mend(self) -> None:
+    def wait_mended(self, _: float) -> None:
         self.mended += 1
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["given up", "its keeper died"])
-def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(
-    monkeypatch: pytest.MonkeyPatch, lost: bool
-) -> None:
+def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it until `close_timeout_s` is over, nor is the last step lost."""
     board, went = Board(), []
     monkeypatch.setattr(StorageFallback, "_down", lambda self, *_: went.append(self) or True)
 
-    def give_up(handle: Any, reason: str) -> None:
-        handle.given_up, handle.durable = reason, (True, reason)
-
-    saver = SimpleNamespace(refused="", fence=SimpleNamespace(num_steps=3), give_up=give_up)
+    saver = SimpleNamespace(refused="", fence=SimpleNamespace(num_steps=3))
     saver.memory = saver
 
     def closing(rank: int, given_up: str) -> bool:
         job: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, world_size=2), incarnation=1, assembly=JOB)
-        link: Any = Link(Version(1, 2) if lost and not rank else None)
+        link: Any = Link()
         nothing: Any = None
         config = holdfast.Config(close_timeout_s=60.0)
         lower = StorageFallback(job, state=nothing, link=link, storage=nothing, config=config, events=Events())
         lower._boards = lambda _: board
         durable = bool(given_up), given_up
-        last = SimpleNamespace(version=Version(1, 2), reached=Level.NONE, durable=durable, given_up=given_up)
+        last = SimpleNamespace(version=Version(1, 2), reached=Level.NONE, durable=durable, is_stored=lambda: False)
         run: Any = SimpleNamespace(saver=saver, last=last, optimizer_steps=3)
         try:
             return lower.closing(run)
@@ -251,7 +246,7 @@ def test_a_last_version_that_one_rank_gave_up_is_saved_again_by_all(
 
     monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
     with ThreadPoolExecutor() as threads:
-        ends = [threads.submit(closing, *words) for words in ((0, "" if lost else "no slot became free"), (1, ""))]
+        ends = [threads.submit(closing, *words) for words in ((0, "no slot became free"), (1, ""))]
         assert [end.result(30) for end in ends] == [True, True]
     assert len(went) == 2
 
@@ -282,6 +277,39 @@ def test_nobody_waits_at_the_end_for_a_rank_that_cannot_save_again(
     saver = SimpleNamespace(refused="", fence=SimpleNamespace(num_steps=3))
     saver.memory = saver
     durable = True, "rank 1: it changed"
-    last = SimpleNamespace(version=Version(1, 0), reached=Level.NONE, durable=durable, given_up="")
+    last = SimpleNamespace(version=Version(1, 0), reached=Level.NONE, durable=durable, is_stored=lambda: False)
     run: Any = SimpleNamespace(saver=saver, last=last, optimizer_steps=3)
     assert not lower.closing(run)
+
+
+@pytest.mark.parametrize("stored", [(True,), (False, False, True)], ids=["before", "while it waits"])
+def test_nobody_waits_at_the_end_for_those_who_know_that_it_is_durable(
+    monkeypatch: pytest.MonkeyPatch, stored: tuple[bool, ...]
+) -> None:
+    """This rank's keeper died before it told so, and there is no next one: the others have left, or wait for storage."""
+    monkeypatch.setattr(StorageFallback, "_down", lambda *_: pytest.fail("storage has it"))
+    monkeypatch.setattr(storage_fallback, "STORED_EVERY_S", 0.01)
+    monkeypatch.setattr(storage_fallback, "board_of", lambda *_: None)
+    job: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=2), incarnation=1, assembly=JOB)
+    nothing, link, board, looks = None, Link(), Board(), list(stored)
+    link.trouble = "no keeper can be started"
+    config = holdfast.Config(close_timeout_s=600.0)
+    lower = StorageFallback(
+        job,
+        state=nothing,
+        link=link,
+        storage=nothing,
+        config=config,
+        events=Events(),  # type: ignore[arg-type]
+    )
+    lower._boards = lambda _: board
+    saver = SimpleNamespace(refused="", fence=SimpleNamespace(num_steps=3))
+    saver.memory = saver
+    last = SimpleNamespace(
+        version=Version(1, 2), reached=Level.NONE, durable=(False, ""), is_stored=lambda: looks.pop(0)
+    )
+    run: Any = SimpleNamespace(saver=saver, last=last, optimizer_steps=3)
+    began = time.monotonic()
+    assert not lower.closing(run)
+    assert time.monotonic() - began < 60
+    assert looks == []

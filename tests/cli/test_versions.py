@@ -395,6 +395,10 @@ def test_a_root_that_lost_its_record_is_told_what_to_put_back(holdfast: Run, che
     answer = holdfast("ls", checkpoint)
     assert answer.returncode == 1
     assert "holdfast.json is missing beside versions: put it back" in answer.stderr
+    (checkpoint / "holdfast.json").write_bytes(record[:-5])
+    answer = holdfast("ls", checkpoint)
+    assert answer.returncode == 1
+    assert "put holdfast.json back from a copy of this directory" in answer.stderr
     (checkpoint / "holdfast.json").write_bytes(record)
     assert holdfast("ls", checkpoint).returncode == 0
 

@@ -97,6 +97,25 @@ class Job:
         self.optimizer.zero_grad()
 
 
+class Halves(nn.Module):
+    """A model whose second half lies on another device."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, place: torch.device) -> None:
+        super().__init__()
+        self.first, self.second, self.place = first, second.to(place), place
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(batch).to(self.place))
+
+
+class Apart(Job):
+    """A model over two devices of each rank, whose gradients are reduced on both."""
+
+    def wrap(self, model: nn.Sequential) -> nn.Module:
+        other = torch.device(self.place.type, self.place.index + SIZE)
+        return DistributedDataParallel(Halves(model[:2], model[2:], other))
+
+
 class OneBackend(Job):
     """Its group has no gloo, as after `init_process_group("nccl")`: what ranks agree on goes through the device as well."""
 
@@ -269,6 +288,7 @@ KINDS: dict[str, type[Job]] = {
     "capturable": Capturable,
     "reused": Reused,
     "pipeline": Pipeline,
+    "apart": Apart,
     "one-backend": OneBackend,
     "eager": Eager,
     "compiled": Compiled,

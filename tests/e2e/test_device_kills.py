@@ -31,6 +31,7 @@ KINDS = (
     "capturable",
     "reused",
     "pipeline",
+    "apart",
     "one-backend",
     "eager",
     "compiled",

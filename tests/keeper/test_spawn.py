@@ -26,7 +26,7 @@ from holdfast.base.errors import ConfigError, InUse, KeeperError, KeeperLost, Ke
 from holdfast.keeper.rpc import messages, spawn
 from holdfast.keeper.rpc.caller import dial
 from holdfast.keeper.rpc.client import KeeperClient
-from holdfast.keeper.rpc.paths import job_digest, place_of
+from holdfast.keeper.rpc.paths import KEEPER_LOCK, job_digest, place_of
 from holdfast.keeper.rpc.spawn import ensure_keeper
 from holdfast.keeper.rpc.stopped_keeper import wake
 from holdfast.testing.contracts.adapter_processes import keepers_under
@@ -113,7 +113,6 @@ sys.path[:0] = {sys.path!r}
 from holdfast.base.config import Config
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.spawn import ensure_keeper
-from holdfast.keeper.rpc.stopped_keeper import wake
 place = ensure_keeper({str(base / "ck")!r}, Config(runtime_dir={str(base / "rt")!r}, node_label="n0", linger_s=20))
 client = KeeperClient.connect(place.socket, job=place.job)
 print(client.welcome.pid)
@@ -140,7 +139,6 @@ sys.path[:0] = {sys.path!r}
 from holdfast.base.config import Config
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.spawn import ensure_keeper
-from holdfast.keeper.rpc.stopped_keeper import wake
 place = ensure_keeper({str(base / "ck")!r}, Config(runtime_dir={str(base / "rt")!r}, node_label="n0", linger_s=20))
 client = KeeperClient.connect(place.socket, job=place.job, rank=int(sys.argv[2]))
 print(client.welcome.pid, flush=True)
@@ -245,18 +243,22 @@ def test_a_keeper_that_a_signal_stopped_is_continued(make_rig: MakeRig) -> None:
     assert rig.pid_of(place) == keeper.pid
 
 
-def test_only_a_keeper_is_continued() -> None:
-    """Its number may have come to another process, which somebody has stopped on purpose."""
-    process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+@pytest.mark.parametrize("is_keeper", [False, True], ids=["no keeper", "of another job"])
+def test_only_the_keeper_of_the_job_is_continued(make_rig: MakeRig, base: Path, *, is_keeper: bool) -> None:
+    """The number of one that died may have come to another process, which somebody has stopped on purpose."""
+    program, rig = [sys.executable, "-c", "import time; time.sleep(600)"], make_rig()
+    other = psutil.Process(rig.pid_of(rig.keeper(0))) if is_keeper else psutil.Popen(program)
+    (base / "died").mkdir()
+    (base / "died" / KEEPER_LOCK).write_text(f"{other.pid}\n")
     try:
-        process.suspend()
-        eventually(lambda: process.status() == psutil.STATUS_STOPPED)
-        assert not wake(process.pid)
-        assert process.status() == psutil.STATUS_STOPPED
+        other.suspend()
+        eventually(lambda: other.status() == psutil.STATUS_STOPPED)
+        assert not wake(base / "died")
+        assert other.status() == psutil.STATUS_STOPPED
     finally:
-        process.kill()
-        process.wait()
-    assert not wake(process.pid)
+        other.kill()
+        other.wait()
+    assert not wake(base / "died")
 
 
 def test_jobs_and_nodes_have_keepers_of_their_own(base: Path) -> None:

@@ -112,8 +112,8 @@ class DcpJob:
         handle = SaveHandle(
             version,
             level,
-            client=lambda: self.link.client,
-            last_client=lambda: self.link.last_client,
+            link=self.link,
+            in_storage=self.storage.is_committed,
             settle=self.saver.settle,
             topology=self.job.topology,
             timeout_s=self.config.close_timeout_s,

@@ -26,6 +26,7 @@ from holdfast.adapters.lightning.orders import Order, orders_of, samplers_of, sh
 from holdfast.base import config as settings
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.trained_parameters import Trained
+from holdfast.checkpoint.state.stateful import is_stateful
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Place:
         self._drawn: list[dict[str, Any]] = []
         self._within = False
         self._stepped = 0  # what the log counts steps by
+        self._told = False
         self._trained = Trained(trainer.lightning_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,6 +179,19 @@ class Place:
             if getattr(loader, "num_workers", 0) and (self._within or getattr(loader, "persistent_workers", False)):
                 logger.warning("workers load the data, and what they draw by themselves (augmentations) they draw anew")
 
+    def _tell_of_places(self) -> None:
+        """Warns once of loaders that say no place: behind a restart within an epoch its data begins anew."""
+        if self._told or not self._trainer.is_global_zero:
+            return
+        self._told = True
+        for loader in self._fit._combined_loader.flattened:
+            if not is_stateful(loader):
+                logger.warning(
+                    "a restart within an epoch begins its data anew, and trains on other batches: a %s says no place; "
+                    "torchdata.stateful_dataloader.StatefulDataLoader does",
+                    type(loader).__name__,
+                )
+
     def _draw_again(self) -> None:
         for order, drawn in zip(self._orders, self._drawn, strict=False):
             order.again = drawn
@@ -235,6 +250,7 @@ class Place:
         return False
 
     def _note(self) -> None:
+        self._tell_of_places()
         fetcher = self._fit._data_fetcher
         if getattr(fetcher, "batches", None) is not None and fetcher.length is None:
             fetcher.iterator = _Noted(fetcher.iterator)

@@ -25,7 +25,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -35,8 +35,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from holdfast.adapters.zero_lines.accelerate_lines import MODULE, Wrapped, wrapped_by
 from holdfast.adapters.zero_lines.reach.attributes import attributes_of, is_progress_bar
-from holdfast.adapters.zero_lines.reach.plain_values import is_plain
+from holdfast.adapters.zero_lines.reach.plain_values import is_plain, parts_of
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.events import Events
 from holdfast.checkpoint.entries.carried_tensors import is_carried
@@ -55,7 +56,7 @@ _BEYOND = (
     "'the tensors of", "'the modules of", "'the parameter groups of", "a file, is", "a rehearsal of a restart", "torch's settings",
     "the working directory",
 )  # fmt: skip
-_UNSURE = "nobody can be sure what"
+_UNSURE, _UNREHEARSED = "nobody can be sure what", "the first steps are not rehearsed"
 # What is only written to.
 _WRITERS = ("a writer,", "a DictWriter,", "a TextIOWrapper,", "a BufferedWriter,", "a SummaryWriter,")
 _CHANGED = re.compile(r"(['\"])(.+?)\1(?: \(line \d+\))? (?:changes in|came to be in|is taken away in|becomes )")
@@ -167,15 +168,18 @@ def propose(frame: FrameType | None, optimizer: Optimizer, root: str, reason: st
     place = _outermost(frame)
     if place is None:
         raise NoLines("its steps are made in no loop of the script")
-    if any(words in reason for words in _BEYOND) or (
-        _UNSURE in reason and not any(kind in reason for kind in _WRITERS)
-    ):
+    found = _Text(*place, root, optimizer)
+    unsure = _UNSURE in reason and not any(kind in reason for kind in _WRITERS)
+    told = unsure and _UNREHEARSED in reason and found.wrapped is not None
+    if any(words in reason for words in _BEYOND) or (unsure and not told):
         raise NoLines(reason)
-    found = _Text(*place, root)
     proposal = found.lines(optimizer)
     path = _CHANGED.match(reason)
     if path is not None and not found.carries(re.sub(r"^(the length of )?(\w+\(\)'*\.)?", "", path[2])):
         raise NoLines(f"{path[2]!r} changes in the loop, and is nothing that a line could carry")
+    if told:
+        note = f"they keep what the Accelerator has prepared, and what the script counts; {reason.partition(', and the')[0]}"
+        return replace(proposal, notes=(*proposal.notes, note))
     return proposal
 
 
@@ -218,9 +222,15 @@ class _Text:
         tree: its file.
         loop: it.
         root: directory or URL of the checkpoints.
+        optimizer: the one that steps.
+
+    Attributes:
+        wrapped: the Accelerator that has prepared it; None if there is none.
     """
 
-    def __init__(self, frame: FrameType, tree: ast.Module, loop: ast.For | ast.While, root: str) -> None:
+    def __init__(
+        self, frame: FrameType, tree: ast.Module, loop: ast.For | ast.While, root: str, optimizer: Optimizer
+    ) -> None:
         self._frame, self._tree, self._loop, self._root = frame, tree, loop, root
         self._source = user_frames.text(frame)
         self._names = dict(user_frames.names(frame))
@@ -231,6 +241,7 @@ class _Text:
         self._set = stored(loop.body) | (stored([loop.target]) if isinstance(loop, ast.For) else set())
         self._modules: dict[str, Any] = {}
         self._found: dict[str, None] = {}
+        self.wrapped = wrapped_by(self._names, optimizer)
         self._words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
     def lines(self, optimizer: Optimizer) -> Proposal:
@@ -260,7 +271,11 @@ class _Text:
         key = {path: _key(path) for path in carried}
         takes = "".join(f"; {self._taking(path, ckpt, key[path])}" for path in carried)
         gives = "".join(f", {key[path]}={self._giving(path)}" for path in carried)
-        imports = ", ".join(["holdfast", *sorted({name for name in modules.values() if name})])
+        needed = [MODULE if self.wrapped else "holdfast", *sorted({name for name in modules.values() if name})]
+        imports, makes = (
+            ", ".join(needed),
+            f"{MODULE}.wrap({self.wrapped.name}, " if self.wrapped else "holdfast.Checkpointer(",
+        )
         counts = f"; {first} += 1" if isinstance(loop, ast.While) else ""
         last = max(statement.end_lineno or 0 for statement in loop.body)
         end = loop.end_lineno or last
@@ -269,7 +284,7 @@ class _Text:
         found_lines = [
             Line(
                 before,
-                f"{outside}import {imports}; {ckpt} = holdfast.Checkpointer({self._root!r}, {self._arguments(objects)})",
+                f"{outside}import {imports}; {ckpt} = {makes}{', '.join([repr(self._root), *self._arguments(objects)])})",
             ),
             Line(before, f"{outside}{first} = {ckpt}.restore(){takes}"),
             *([Line(_becomes(loop), f"{outside}{header}")] if header else []),
@@ -307,6 +322,8 @@ class _Text:
             value = self._names[name]
             if isinstance(value, nn.Module) and {id(p) for p in value.parameters()} & {id(p) for p in stepped}:
                 self._visit(found, name, value, seen, 0)
+        if self.wrapped is not None:
+            return self._not_wrapped(found, self.wrapped)
         if id(optimizer) not in found.optimizers:
             for name, value in self._names.items():
                 if value is optimizer:
@@ -330,6 +347,25 @@ class _Text:
                 )
         return found
 
+    def _not_wrapped(self, found: _Found, wrapped: Wrapped) -> _Found:
+        """Returns what has to be given beside an Accelerator.
+
+        Raises:
+            NoLines: something trains that it has not prepared.
+        """
+        inside = _Found()
+        for loader in wrapped.loaders:
+            self._visit(inside, "", loader, {}, 0)
+        for path, value in (*found.modules.values(), *found.optimizers.values()):
+            if not wrapped.has(value):
+                raise NoLines(f"{path!r}, a {type(value).__qualname__}, is not prepared by {wrapped.name!r}")
+        others = {
+            number: each
+            for number, each in found.others.items()
+            if not wrapped.has(each[1]) and number not in inside.others
+        }
+        return _Found(others=others, holders=found.holders)
+
     def _visit(self, found: _Found, path: str, value: Any, seen: dict[int, Any], depth: int) -> None:
         if id(value) in seen or is_plain(value) or depth > MAX_DEPTH or isinstance(value, type | types.ModuleType):
             return
@@ -349,8 +385,8 @@ class _Text:
 
     def _visit_parts(self, found: _Found, path: str, value: Any, seen: dict[int, Any], depth: int) -> None:
         if isinstance(value, list | tuple | dict):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, part in items if len(value) <= MAX_PARTS else ():
+            parts = [*parts_of(value)]
+            for key, part in parts if len(parts) <= MAX_PARTS else ():
                 self._visit(found, f"{path}[{key!r}]", part, seen, depth)
         elif self._reach.is_of_user(value) and not _is_code(value):
             if not isinstance(value, Dataset):
@@ -358,10 +394,11 @@ class _Text:
             for key, part in attributes_of(value).items():
                 self._visit(found, f"{path}.{key}", part, seen, depth)
 
-    def _arguments(self, found: _Found) -> str:
+    def _arguments(self, found: _Found) -> list[str]:
         parts = [
             f"{name}={_one_or_many([path for path, _ in each.values()])}"
             for name, each in (("model", found.modules), ("optimizer", found.optimizers))
+            if each
         ]
         used: set[str] = set()
         for path, _ in found.others.values():
@@ -370,21 +407,30 @@ class _Text:
                 name += "_"
             used.add(name)
             parts.append(f"{name}={path}")
-        return ", ".join(parts)
+        return parts
 
     # --- what is carried -------------------------------------------------------------------------------------------
 
     def _carried(self, lives: set[str], changed: dict[str, int], objects: _Found) -> dict[str, None]:
         """Returns the paths that live from turn to turn and are of no object that is given."""
         given = {path for each in (objects.modules, objects.optimizers, objects.others) for path, _ in each.values()}
+        given |= {name for name, value in self._names.items() if self.wrapped and self.wrapped.has(value)}
         target = ast.unparse(self._loop.target) if isinstance(self._loop, ast.For) else ""
         found = {path: None for path in self._attributes(objects, given) if path != target}
         for path in (*sorted(lives), *sorted(changed)):
+            if self._is_set_first(path):
+                continue
             covered = any(
                 path == each or path.startswith((f"{each}.", f"{each}[")) for each in (*given, *found, target)
             )
             value = self._value(path)
-            if covered or is_progress_bar(value) or isinstance(value, nn.Module | Optimizer) or _is_code(value):
+            if (
+                covered
+                or self._is_of_none(path)
+                or is_progress_bar(value)
+                or isinstance(value, nn.Module | Optimizer)
+                or _is_code(value)
+            ):
                 continue
             if "." not in path and not self._has_value_before(path):
                 raise NoLines(f"{path!r} lives from one turn of the loop to the next, and has no value before it")
@@ -443,6 +489,36 @@ class _Text:
         for part in rest:
             value = getattr(value, part, None)
         return value
+
+    def _is_set_first(self, name: str) -> bool:
+        """Tell whether each turn sets a name before it reads it, both under one condition that no turn changes."""
+        loop = self._loop
+        places = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == name]
+        written = {
+            ast.unparse(node)
+            for node in ast.walk(loop)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }
+        for first in (node for node in loop.body if isinstance(node, ast.If)):
+            sets = [
+                node for node in first.body if isinstance(node, ast.Assign) and name in stored([node]) - loaded([node])
+            ]
+            parts = [*ast.walk(first.test)]
+            if not sets or any(isinstance(part, ast.Call | ast.NamedExpr | ast.Await) for part in parts):
+                continue
+            if loaded([first.test]) & self._set or written & {
+                ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)
+            }:
+                continue
+            test = ast.unparse(first.test)
+            same = [node for node in ast.walk(loop) if isinstance(node, ast.If) and ast.unparse(node.test) == test]
+            inside = {id(part) for each in same for node in each.body for part in ast.walk(node)}
+            return all(id(place) in inside and place.lineno >= sets[0].lineno for place in places)
+        return False
+
+    def _is_of_none(self, path: str) -> bool:
+        """Tell whether a path is an attribute of nothing: an average that this run has not, a scaler that is off."""
+        return "." in path and self._value(path.rpartition(".")[0]) is None
 
     def _left_unset(self) -> set[str]:
         """Returns the names that a turn may leave as they were, and that are read behind the loop: `best = ...` under an `if`."""

@@ -15,7 +15,6 @@ HOLDFAST_DISABLE=1 the object does nothing: the script trains from the start as 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -68,7 +67,6 @@ from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions import step_numbers
-from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.read_limit import ReadLimit
@@ -103,7 +101,8 @@ class Checkpointer:
         overlap: copy behind the next forward and backward, once it is proven safe; see `settle`.
         verify_capture: prove every byte of a late copy with a digest taken at the call.
         on_durable: called in a thread as `on_durable(version, error)`, once for every save at the durable level: with None
-            when it is durable, with an error when it was given up or `close_timeout_s` passed.
+            when it is durable, with an error when it was given up or `close_timeout_s` passed. A version that was given up
+            before `close` may be saved again there, which is one more save.
         prove: make the first steps a second time, in a child that nobody sees, as a restart would make them; `step` raises if
             anything that a version holds, or that lives on in names of the loop, differs. Of one rank on a CPU with one thread of
             computation; elsewhere, and where the steps write files, the log says that nothing was proven.
@@ -247,7 +246,7 @@ class Checkpointer:
         open_checkpointers.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
         heartbeat.at_step(last)  # shown when it is told, not before
         start = self._begin(run, report.version, restorer.recorded)
-        if group.rank == 0:
+        if group.rank == 0 and state.optimizers:
             apart_notice.tell(self._root, start, self._others())
         return start
 
@@ -456,19 +455,10 @@ class Checkpointer:
         run.saver.settle(timeout_s)
         if run.saver.memory is not None:
             run.link.wait_mended(timeout_s)
-        asked: KeeperClient | None = None
 
         def meanwhile() -> None:
-            nonlocal asked
-            if run.saver.memory is None:
-                return
-            run.link.mend()  # a keeper that died is missed by nobody else
-            client, last = run.link.client, run.last
-            if last is not None:
-                run.lower.give_up_unsealed(run.saver.memory, last)
-            if client is not asked and last is not None and last.level is Level.DURABLE:
-                asked = client
-                self._ask_again(run, last)
+            if run.saver.memory is not None:
+                run.link.mend()  # a keeper that died is missed by nobody else
 
         run.durables.flush(max(0.0, timeout_s - (time.monotonic() - began)), meanwhile)
 
@@ -733,11 +723,11 @@ class Checkpointer:
         return self._run
 
     def _others(self) -> Iterator[tuple[str, int]]:
-        """Other checkpointers of this process that were restored and have reported no step since: path and step to go on with."""
+        """Others of this process that train, were restored and have reported no step since: path and step to go on with."""
         for each in open_checkpointers.opened():
             if isinstance(each, Checkpointer) and each is not self and not each._closed:
                 run = each._run
-                if run is not None and run.step < 0:
+                if run is not None and run.step < 0 and run.state.optimizers:
                     yield each._root, run.start
 
     def _new_state(self, group: collectives.Ranks) -> State:
@@ -833,8 +823,8 @@ class Checkpointer:
         handle = SaveHandle(
             run.job.version(step),
             level,
-            client=lambda: run.link.client,
-            last_client=lambda: run.link.last_client,
+            link=run.link,
+            in_storage=self._storage.is_committed,
             settle=run.saver.settle,
             topology=run.job.topology,
             timeout_s=self._config.close_timeout_s,
@@ -886,27 +876,34 @@ class Checkpointer:
         try:
             self.close()
         finally:
-            for other in open_checkpointers.opened():
-                if isinstance(other, Checkpointer):
-                    other._secure()
+            others = [other for other in open_checkpointers.opened() if isinstance(other, Checkpointer)]
+            lost = [why for other in others if (why := other._secure())]
+        if lost:
+            raise LevelNotReached("; ".join(lost), remedy="start again: memory may still hold it")
         raise SystemExit(0)
 
-    def _secure(self) -> None:
-        """Another Checkpointer ends the script, which may not come to close this one: the newest version becomes durable."""
+    def _secure(self) -> str:
+        """Another Checkpointer ends the script, which may not come to close this one: the newest version becomes durable.
+
+        Returns why it did not; empty if it did, or nothing was saved.
+        """
         run = None if self._closed or self._is_forked else self._run
         if run is None or run.saver.memory is None or (whole := run.whole) is None:
-            return
+            return ""
         run.link.wait_mended(self._config.close_timeout_s)
         try:
             self._wait_for(run, self._raise_level(run, whole, Level.DURABLE))
         except LevelNotReached as error:
             logger.error("%s: %s", self._root, error)
+            return f"{self._root}: {error.what}"
+        return ""
 
     def _finish(self, run: Run) -> bool:
         """The last step is durable; if its state is not here any more, the newest version that was saved, aloud.
 
         Returns whether the keeper may end with this job.
         """
+        run.durables.ending()
         run.lower.ends(max(run.state_step, run.start - 1))
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
@@ -989,7 +986,6 @@ class Checkpointer:
         deadline = time.monotonic() + self._config.close_timeout_s
         while True:
             client = run.link.last_client
-            self._ask_again(run, last)
             try:
                 last.wait(Level.DURABLE)
             except LevelNotReached as error:
@@ -997,7 +993,10 @@ class Checkpointer:
                 if is_gone and (again := self._after_next_keeper(run, last)) is not None:
                     last = again
                     continue
+                if last.is_stored():  # those that knew have ended
+                    return last
                 known = run.link.client.announced.known(last.version) if run.link.client is not None else None
+                run.lower.stays_away(run)
                 if last.given_up or known is None or not known.abandoned:
                     raise
                 last.give_up(error.what)
@@ -1006,15 +1005,6 @@ class Checkpointer:
                 last = self._raise_level(run, whole, Level.DURABLE)
             else:
                 return last
-
-    @staticmethod
-    def _ask_again(run: Run, handle: SaveHandle) -> None:
-        """A keeper that was asked to store a version may have died before it heard of that, and the one of now be the next."""
-        client = run.link.client
-        if run.saver.memory is not None and client is not None and not handle.given_up:
-            run.lower.look_in_storage(handle)
-            with contextlib.suppress(KeeperLost):
-                client.persist(handle.version)
 
     def _after_next_keeper(self, run: Run, last: SaveHandle) -> SaveHandle | None:
         """The keeper died while `last` was waited for: the next one has it from our slots, or it is saved again.

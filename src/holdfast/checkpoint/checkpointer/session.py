@@ -15,7 +15,6 @@ from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.pipeline.step_trace import Recorder
 from holdfast.checkpoint.save.durable_tracker import DurableTracker
-from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.save.save_schedule import Schedule
 from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
@@ -47,12 +46,6 @@ class Levels(Protocol):
 
     def closing(self, run: Run, patience_s: float | None = None) -> bool:
         """Return whether the last save has to be made again before it is waited for; `passed`: why it never becomes whole."""
-
-    def give_up_unsealed(self, saver: Saver, last: SaveHandle) -> None:
-        """The newest version is given up if its keeper died before it had sealed it."""
-
-    def look_in_storage(self, handle: SaveHandle) -> None:
-        """Looks whether a version is durable that was begun with another keeper than that of now."""
 
     def stays_away(self, run: Run) -> None:
         """This rank cannot make the last save again."""

@@ -35,7 +35,6 @@ from holdfast.checkpoint.save.storage_saver import DirectSaver
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Level
 from holdfast.core.scheduling.storage_fallback import Board, FallbackState, FallbackStep
-from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,8 @@ UNSURE_S = 2.0
 ARRIVAL_S = 1.0
 LOOK_EVERY_S = 0.005
 CLOSING_EVERY_S = 0.05
-# Why a version that this rank had copied never becomes captured.
-LOST = "its keeper died before it was sealed"
+# How often who waits for the others at the end looks whether the version is in storage meanwhile.
+STORED_EVERY_S = 1.0
 # Saves of which any may still become captured.
 RECENT = 8
 
@@ -123,7 +122,6 @@ class StorageFallback:
         self._recent: deque[SaveHandle] = deque(maxlen=RECENT)
         self._since_s = 0.0
         self._number = 0
-        self._looked: KeeperClient | None = None  # when this was the keeper, storage was looked at
         self._descent = self._new_descent()
 
     def before(self, run: Run, step: int) -> None:
@@ -155,8 +153,7 @@ class StorageFallback:
         """Before the last save is waited for: whether it has to be made again, straight to storage, by all ranks.
 
         So it is where a rank cannot save to memory, or gave the last version up for whatever reason: that never becomes captured.
-        Nor does one whose keeper died before it had sealed it. One of a step that another rank never makes is not made again
-        (`passed`).
+        It is not made again where storage has it, nor is one of a step that another rank never makes (`passed`).
 
         Args:
             run: that ends.
@@ -171,18 +168,18 @@ class StorageFallback:
             while last.reached < Level.CAPTURED and time.monotonic() < deadline:
                 if self._never_comes(last, patient=patience_s is None or time.monotonic() < began + patience_s):
                     return False
-                self._link.mend()  # a keeper that dies now is missed by nobody else
-                self.look_in_storage(last)
-                self.give_up_unsealed(saver, last)
+                self._link.wait_mended(CLOSING_EVERY_S)  # a keeper that dies or is stopped now is missed by nobody else
                 trouble = self._trouble(saver, is_unsure=True)
-                if last.given_up == LOST:
-                    trouble = trouble or f"{last.version} is lost: {LOST}"
                 decided, why = last.durable
                 lost = f"{last.version} is given up: {why}" if decided and why else ""
+                if (trouble or lost) and last.is_stored():
+                    break
                 if (last_one := self._meeting(0)) is None:
                     return bool(trouble or lost) and self._down(run, saver, trouble or lost)
                 if last_one.meets_at_the_end(trouble or lost):
-                    return self._arrived(last_one, deadline) and self._down(run, saver, trouble or last_one.reason)
+                    return self._arrived(last_one, deadline, last) and self._down(
+                        run, saver, trouble or last_one.reason
+                    )
                 time.sleep(CLOSING_EVERY_S)
         except (HoldfastError, RuntimeError) as error:
             logger.warning("the last save stays in memory: %s", error)
@@ -204,6 +201,7 @@ class StorageFallback:
                     break
                 if self._never_comes(newest, patient=patience_s is None or time.monotonic() < began + patience_s):
                     return False
+                self._link.wait_mended(CLOSING_EVERY_S)  # one that is stopped now is continued
                 time.sleep(CLOSING_EVERY_S)
         except RuntimeError as error:  # of torch's store
             logger.warning("the last save may wait for ranks that have ended: %s", error)
@@ -242,24 +240,6 @@ class StorageFallback:
                 self.ends_as_saved(run)
             if self.awaits_all(run, patience_s):
                 return
-
-    def give_up_unsealed(self, saver: Saver, last: SaveHandle) -> None:
-        """The newest version never becomes captured if its keeper died before it had sealed it."""
-        if not last.given_up and self._link.unsealed == last.version:
-            saver.give_up(last, LOST)
-
-    def look_in_storage(self, handle: SaveHandle) -> None:
-        """A keeper may have died before it told that the version is durable. Once the other nodes have left, nobody tells the next one."""
-        client = self._link.client
-        begun = client.begun if client is not None else None
-        if client is None or client is self._looked or (begun is not None and begun >= handle.version):
-            return
-        self._looked = client
-        try:
-            if self._storage.is_committed(handle.version):
-                handle.committed()
-        except HoldfastError as error:
-            logger.info("whether %s is in storage is not known: %s", handle.version, error)
 
     def stays_away(self, run: Run) -> None:
         """This rank cannot make the last save again: the others must not wait for it when they do."""
@@ -305,9 +285,15 @@ class StorageFallback:
             return self._arrived(self._descent, time.monotonic() + ARRIVAL_S)
         return move is FallbackStep.GO
 
-    def _arrived(self, descent: FallbackState, deadline: float) -> bool:
+    def _arrived(self, descent: FallbackState, deadline: float, last: SaveHandle | None = None) -> bool:
+        """Waits for the others; not once `last` is in storage, for who knows that does not come."""
+        look_s = time.monotonic() + STORED_EVERY_S
         while (move := descent.outcome()) is FallbackStep.WAIT:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            is_over = now > deadline
+            if last is not None and now > look_s:
+                is_over, look_s = is_over or last.is_stored(), now + STORED_EVERY_S
+            if is_over:
                 move = descent.give_up()
                 break
             time.sleep(LOOK_EVERY_S)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 # A module, and an attribute of it.
 _Setting: TypeAlias = tuple[nn.Module, str]
 _TRAINING = "training"
+# A rate that is learned, or computed as a tensor.
+_NO_NUMBER = -1.0
 
 
 class SettingsCheck(TransientPart, ABC):
@@ -54,7 +57,9 @@ class SettingsCheck(TransientPart, ABC):
         super().__init__(name)
         self.optimizers, self._again = optimizers, began is not None
         self.began: dict[str, float] = dict(began or {})
-        self._seen: dict[int, list[float]] = {}  # by optimizer, what it was at its last step
+        # By optimizer, what it was at its last step, and how often it had changed then.
+        self._seen: dict[int, tuple[list[float], int]] = {}
+        self._changes = 0
         self._now: dict[str, float] = {}  # the same by name
         self._changed: dict[str, float | None] = {}  # of these, what is not as it began; None: it was, and went back
         self._offered: dict[str, float | None] = {}  # what the version that is being restored says
@@ -85,12 +90,14 @@ class SettingsCheck(TransientPart, ABC):
         """An optimizer made a step, with its settings as they are."""
         things = self.of(optimizer)
         settings = self.settings(things)
-        if not self._due and settings == self._seen.get(id(optimizer)):
+        if not self._due and self._seen.get(id(optimizer)) == (settings, self._changes):
             return
-        self._seen[id(optimizer)] = settings
         now = {name: each for thing, each in zip(things, settings, strict=True) if (name := self.called(thing))}
         back = {name for name, each in now.items() if self._now.get(name, each) != each == self.began.get(name)}
         turns = dict.fromkeys({*back, *(name for name, each in self._changed.items() if each is None)})
+        if now.items() - self._now.items():
+            self._changes += 1  # another optimizer may have found it otherwise
+        self._seen[id(optimizer)] = settings, self._changes
         self._now.update(now)
         changed = {name: each for name, each in self._now.items() if self.began.get(name, each) != each}
         self._changed = {**changed, **turns}
@@ -101,7 +108,8 @@ class SettingsCheck(TransientPart, ABC):
                 missed.setdefault((self.word(was), self.word(found)), []).append(name)
         for (was_then, is_now), names in missed.items():
             logger.warning(
-                "%s: %s in the run that saved this version, %s since the restart, so training goes on otherwise. %s",
+                "%s: %s in the run that saved this version, %s since the restart. "
+                "Training goes on otherwise, unless this changes at this very step. %s",
                 some_of(sorted(names), 5),
                 was_then,
                 is_now,
@@ -220,7 +228,7 @@ class ModesCheck(SettingsCheck):
 
     def settings(self, things: Sequence[_Setting]) -> list[float]:
         """Returns whether a module is in training mode, and the share that a dropout drops."""
-        return [getattr(module, name, True) for module, name in things]  # whatever class it is
+        return [_number(getattr(module, name, True)) for module, name in things]  # whatever class it is
 
     def called(self, thing: _Setting) -> str:
         """Returns the name of the module, and of the rate."""
@@ -231,7 +239,14 @@ class ModesCheck(SettingsCheck):
         """Returns it in words."""
         if isinstance(setting, bool):
             return "in training mode" if setting else "in evaluation mode"
-        return f"{setting:g}"
+        return "no plain number" if setting == _NO_NUMBER else f"{setting:g}"
+
+
+def _number(value: object) -> float:
+    """Returns a rate as a version can have it; of a tensor nothing is known, which may be on a device and is not waited for."""
+    if type(value) is bool or type(value) is float:
+        return value
+    return float(value) if isinstance(value, Real) else _NO_NUMBER
 
 
 def _settings_of(module: nn.Module) -> Iterator[_Setting]:

@@ -29,8 +29,8 @@ from holdfast.core.model import BundleRef, Level, RankLayout, Version
 from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.scheduling.step_agreement import Appointment
 from holdfast.keeper.rpc.client import Assembly, KeeperClient, Slot
+from holdfast.keeper.rpc.messages import Progress
 from holdfast.keeper.rpc.spawn import ensure_keeper
-from holdfast.keeper.rpc.stopped_keeper import wake
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import read_header
 from holdfast.tiers.storage.encryption import KeySource
@@ -45,6 +45,8 @@ JOIN_TIMEOUT_S = 30.0
 ASK_S = 1.0
 # A keeper that is silent for so long is as good as none.
 SILENT_S = 10.0
+# Why a version that this rank had copied never becomes captured.
+LOST = "its keeper died before it was sealed"
 # How long a restore waits for a new keeper to know what was captured; the coordinator may be another one.
 RECOLLECT_S = 5.0
 
@@ -82,6 +84,9 @@ class Unannounced:
 
     def __init__(self) -> None:
         self._versions: deque[tuple[Version, str]] = deque(maxlen=MAX_SKIPPED)
+
+    def __contains__(self, version: Version) -> bool:
+        return any(each[0] == version for each in tuple(self._versions))
 
     def add(self, version: Version, reason: str = "the keeper of its node was lost") -> None:
         """`version` was given up."""
@@ -141,7 +146,7 @@ class KeeperLink:
         self.shared: tuple[str, ...] = ()  # registered with the layout
         self.resumed: Origin | None = None
         self._before = _KeeperKnowledge()
-        self.unsealed: Version | None = None  # the newest that was begun, if its keeper died before it was whole
+        self._unsealed: tuple[Version, ...] = ()  # begun with keepers that died before they were whole
         self._captured: Version | None = None  # in slots that were given to another keeper, which may not know it yet
         self._page: Callable[[], tuple[int, ...]] = tuple
         self._port: tuple[str, socket.socket] | None = None
@@ -311,7 +316,7 @@ class KeeperLink:
         """
         client = self.client
         if client is not None and not client.answers(ASK_S):
-            if wake(client.welcome.pid) and self._asking is not None:
+            if client.wake() and self._asking is not None:
                 self._asking.join(ASK_S)  # it hears the answer
             until = time.monotonic() + ASK_S
             while client.alive and time.monotonic() < until:  # a keeper that is frozen stays
@@ -351,6 +356,7 @@ class KeeperLink:
                 client.goodbye(finished=finished, timeout_s=ASK_S if silent else CALL_TIMEOUT_S)
             except HoldfastError as error:
                 logger.warning("the keeper did not take our goodbye: %s", error)
+                client.wake()  # it reads it, and ends with what it holds
         if self._client is not None:
             self._client.close()
         for thread in self._behind:
@@ -406,9 +412,10 @@ class KeeperLink:
         """Keeps the slots of the keeper that was, for the next one."""
         if self._client is not None:
             self._captured = self._client.announced.captured or self._captured
-            begun, slots = self._client.begun, self._client.detach()
-            if begun is not None and not any(_holds(slot, begun) for slot in slots):
-                self.unsealed = begun
+            slots = self._client.detach()
+            begun = ((slot, self._client.begun.get(slot.slot_id)) for slot in slots)
+            lost = (version for slot, version in begun if version is not None and not _holds(slot, version))
+            self._unsealed = (*self._unsealed, *lost)
             self._slots = (*self._slots, *slots)
             self._client = None
 
@@ -428,9 +435,14 @@ class KeeperLink:
         try:  # nobody may save before the new keeper knows the job and has the slots
             self._tell(client, _KeeperKnowledge(self.assembly, self.layout, self.shared, self.resumed))
             self._show(client)
+            for version in self._unsealed:
+                if version not in self.unannounced:  # else it may be saved after all
+                    client.abandon(version, LOST)
+                    client.announced.take(Progress(version=version, reached=(), reason=LOST, abandoned=True))  # now
         except BaseException:
             self._slots = (*self._slots, *client.detach())
             raise
+        self._unsealed = ()
         self._reported, self._unmended = False, ""
         self._client = client
         logger.warning("the memory level is back: a new keeper (process %d) adopted the slots", client.welcome.pid)

@@ -101,7 +101,7 @@ class DurableTracker:
         self._changed = threading.Condition()
         self._marking = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._is_ending = False
         self._warned_s = -TELL_EVERY_S
 
     def add(self, handle: SaveHandle, also_to: Sequence[str] = (), *, asked: bool = True) -> None:
@@ -157,10 +157,15 @@ class DurableTracker:
         if missing:
             raise LevelNotReached("; ".join(what for _, what in sorted(missing.items())), remedy=REMEDY)
 
+    def ending(self) -> None:
+        """The job ends, where a version that is given up may be saved once more: what is not durable is told by `close`."""
+        self._is_ending = True
+
     def close(self, timeout_s: float = 0.0, *, join_s: float = JOIN_TIMEOUT_S) -> None:
         """Waits until what goes to further places is there, `timeout_s` at most, and says how far it is meanwhile. Then
         tells of what has ended and of what did not arrive, and forgets the rest; waits `join_s` at most for that.
         """
+        self._is_ending = False
         self._wait_for_places(timeout_s)
         with self._changed:
             self._closed = True
@@ -201,6 +206,7 @@ class DurableTracker:
 
     def _look(self, item: _Awaited, *, leaving: bool) -> None:
         version = item.handle.version
+        item.handle.ask_again()
         ended, why = (True, "") if item.is_durable else item.handle.durable
         if ended and not why and not item.is_durable:
             item.is_durable = True
@@ -209,6 +215,8 @@ class DurableTracker:
             self._hold(item)
         if item.is_durable:
             self._look_at_places(item, leaving=leaving)
+        elif self._is_ending:
+            return
         elif ended or time.monotonic() >= item.deadline_s:
             why = why if ended else f"not within {self._timeout_s:g} s; {why}"
             self._end(item, f"{version} is not durable: {why}")

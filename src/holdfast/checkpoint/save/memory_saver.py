@@ -515,7 +515,6 @@ class Saver:
             self._link.heard_nothing(client)
             raise
         self.left_out.found()
-        self._link.unsealed = None
         view = self._view(slot, plan)
         known = stands(view, client, told[-1])
         view.known = {} if anew else known

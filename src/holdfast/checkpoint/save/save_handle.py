@@ -6,8 +6,11 @@ import logging
 import math
 import numbers
 import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
 
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, UsageError
 from holdfast.checkpoint.liveness import heartbeat
@@ -15,18 +18,38 @@ from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.layout.parity_groups import NONE
 from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.client import KeeperClient
-from holdfast.keeper.rpc.stopped_keeper import wake
 from holdfast.keeper.slots.progress import WRITING
+from holdfast.tiers.storage.read_limit import ReadLimit
 
 logger = logging.getLogger(__name__)
 
 # Waits longer than this say that they wait, and on what.
 PROGRESS_S = 2.0
 ASK_TIMEOUT_S = 2.0
+# How long a look into storage may take.
+LOOK_S = 5.0
 MAX_ALARMS = 3
 # Of a keeper that does not answer, once within this time aloud.
 TELL_EVERY_S = 60.0
 SILENT = "; the keeper of this node does not answer"
+
+
+class Keepers(Protocol):
+    """Tells the keeper of now, and the last one there was (`checkpoint.job.keeper_link`)."""
+
+    @property
+    def client(self) -> KeeperClient | None:
+        """The connection, or None while there is no living keeper."""
+
+    @property
+    def last_client(self) -> KeeperClient | None:
+        """The connection of now or, where it ended, the last one."""
+
+
+class _NoKeepers:
+    """Is the link of a save that is not made."""
+
+    client = last_client = None
 
 
 class SaveHandle:
@@ -42,16 +65,17 @@ class SaveHandle:
         version: Version,
         level: Level,
         *,
-        client: Callable[[], KeeperClient | None],
-        last_client: Callable[[], KeeperClient | None],
+        link: Keepers,
+        in_storage: Callable[[Version], bool],
         settle: Callable[[float], None],
         topology: Topology,
         timeout_s: float,
     ) -> None:
         self.version = version
         self.level = level
-        self._client = client
-        self._last_client = last_client
+        self._link = link
+        self._in_storage = in_storage
+        self._asked, self._asking = link.client, threading.Lock()
         self._settle = settle
         self._topology = topology
         self._timeout_s = timeout_s
@@ -72,7 +96,7 @@ class SaveHandle:
         """The level announced so far; does not wait."""
         if self._is_durable():
             return Level.DURABLE
-        client = self._client()
+        client = self._link.client
         return client.announced.level(self.version)[0] if client is not None else Level.NONE
 
     @property
@@ -80,7 +104,7 @@ class SaveHandle:
         """(whether it is decided, why it is not durable); does not wait."""
         if self._is_durable():
             return True, ""
-        client = self._client()
+        client = self._link.client
         known = client.announced.known(self.version) if client is not None else None
         if self._given_up or (known is not None and known.abandoned):
             return True, self._given_up or (known.reason if known is not None else "")
@@ -90,13 +114,33 @@ class SaveHandle:
 
     def _is_durable(self) -> bool:
         """Tells whether it is durable, by what was said last: storage keeps it when the connection to the keeper has ended."""
-        client = self._last_client()
+        client = self._link.last_client
         known = client.announced.known(self.version) if client is not None else None
         return self._is_committed or (known is not None and Level.DURABLE in known.reached)
 
     def give_up(self, reason: str) -> None:
         """This rank will not complete the version."""
         self._given_up = self._given_up or reason
+
+    def ask_again(self) -> None:
+        """The keeper that was asked may have died: before it told that the version is durable, or before it heard that it is due."""
+        with self._asking:
+            client = self._link.client
+            if client is self._asked or self.level is not Level.DURABLE or self._given_up or self._is_durable():
+                return
+            self._asked = client
+            if not self.is_stored() and client is not None:
+                with suppress(KeeperLost):
+                    client.persist(self.version)
+
+    def is_stored(self) -> bool:
+        """Return whether storage has the version, whoever would have told so; looks there. False if that cannot be known."""
+        try:
+            if not self._is_committed:
+                self._is_committed = ReadLimit(LOOK_S, 0, str(self.version)).run(lambda: self._in_storage(self.version))
+        except HoldfastError as error:
+            logger.info("whether %s is in storage is not known: %s", self.version, error)
+        return self._is_committed
 
     def committed(self) -> None:
         """It was seen, or written by all ranks, that the version is committed in storage."""
@@ -127,12 +171,14 @@ class SaveHandle:
                 f"{self.version} cannot be replicated: the job has one node",
                 remedy='ask for "durable", or run on two nodes',
             )
-        if self._is_durable() and wanted is not Level.REPLICATED:
-            return Level.DURABLE
         started = time.monotonic()
         said = -math.inf
         while True:
-            client = self._client()
+            if wanted is Level.DURABLE:
+                self.ask_again()
+            if self._is_durable() and wanted is not Level.REPLICATED:
+                return Level.DURABLE
+            client = self._link.client
             if self._given_up or client is None:
                 raise LevelNotReached(
                     f"{self.version} did not reach {wanted.name.lower()}: {self._given_up or 'the keeper is lost'}",
@@ -155,7 +201,7 @@ class SaveHandle:
             working = client.announced.working(WRITING, self.version)
             alarms, loudness = _alarms(client), logging.INFO
             if alarms == SILENT:
-                wake(client.welcome.pid)
+                client.wake()
                 if time.monotonic() - said >= TELL_EVERY_S:
                     said, loudness = time.monotonic(), logging.WARNING
             logger.log(
@@ -220,8 +266,8 @@ def never(step: int, level: Level, reason: str) -> SaveHandle:
     handle = SaveHandle(
         Version(1, step),
         level,
-        client=lambda: None,
-        last_client=lambda: None,
+        link=_NoKeepers(),
+        in_storage=lambda _: False,
         settle=lambda _: None,
         topology=Topology(("",), (0,)),
         timeout_s=0.0,

@@ -14,15 +14,24 @@ import ast
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, stored
 
 
-def clock_names(tree: ast.Module) -> frozenset[str]:
-    """Returns the names that may hold what a clock told."""
+def clock_names(tree: ast.Module, *, meters: bool = False) -> frozenset[str]:
+    """Returns the names that may hold what a clock told.
+
+    Args:
+        tree: the text.
+        meters: whether an object counts too that is given a time: `seconds.update(time.time() - t0)`.
+    """
     functions: dict[str, list[Function]] = {}
     for node in ast.walk(tree):
         if isinstance(node, Function):
             functions.setdefault(node.name, []).append(node)
     found: set[str] = set()
     while True:
-        new = {name for node in ast.walk(tree) for name in _given(node, functions, CLOCKS | found)} - found
+        words = CLOCKS | found
+        new = {name for node in ast.walk(tree) for name in _given(node, functions, words)} - found
+        new |= (
+            {name for node in ast.walk(tree) for name in _metered(node, functions, words)} - found if meters else set()
+        )
         if not new:
             return frozenset(found)
         found |= new
@@ -39,6 +48,18 @@ def _given(node: ast.AST, functions: dict[str, list[Function]], words: set[str])
             name for each in functions.get(last_name(node.func), ()) for name in _passed(node, each, functions, words)
         }
     return set()
+
+
+def _metered(node: ast.AST, functions: dict[str, list[Function]], words: set[str]) -> set[str]:
+    """Returns the name of an object of which a method is given a time."""
+    if (
+        not isinstance(node, ast.Call)
+        or not isinstance(node.func, ast.Attribute)
+        or not isinstance(node.func.value, ast.Name)
+    ):
+        return set()
+    given = [*node.args, *(word.value for word in node.keywords)]
+    return {node.func.value.id} if any(_asks(value, functions, words) for value in given) else set()
 
 
 def _passed(call: ast.Call, function: Function, functions: dict[str, list[Function]], words: set[str]) -> set[str]:

@@ -9,7 +9,6 @@ of the file that the loop calls are looked into, with their parameters taken for
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 
@@ -59,7 +58,7 @@ def left_in(source: str, first: int) -> dict[str, int]:
         source: the text of the class.
         first: the line of its file that it begins in.
     """
-    tree = _Dotted().visit(ast.parse(textwrap.dedent(source)))
+    tree = _Dotted().visit(parsed(source))
     methods = {node.name: node for node in ast.walk(tree) if isinstance(node, Function) and node.args.args}
     read, known = _read_attributes(tree), _known(tree)
     found: dict[str, int] = {}
@@ -78,9 +77,20 @@ def left_in(source: str, first: int) -> dict[str, int]:
     return {**found, **dict.fromkeys(anew, 0)}
 
 
+def parsed(source: str) -> ast.Module:
+    """Returns the tree of a class or function, with the lines that it has here; texts in it may begin in the first column.
+
+    Raises:
+        SyntaxError: it is no Python, as a part of a line may be.
+    """
+    if not source[:1].isspace():
+        return ast.parse(source)
+    return ast.increment_lineno(ast.parse("if True:\n" + source), -1)
+
+
 def kept_by(source: str, first: int) -> dict[str, int]:
     """Returns name -> line of what a function keeps of the one around it, from one call to the next; as `left_in`."""
-    tree = _Dotted().visit(ast.parse(textwrap.dedent(source)))
+    tree = _Dotted().visit(parsed(source))
     function = next((node for node in ast.walk(tree) if isinstance(node, Function)), None)
     if function is None:
         return {}

@@ -50,6 +50,8 @@ class Around:
         numbered: those of `lives` that are set by how far the loop has come.
         begins: name -> value, of each name that the text sets once outside of the loops, to a number or to None, if these do not restore.
         placed: path -> line, of each attribute that a turn sets behind an inner loop and that is not passed to `step`.
+        inner: names that loops within the loops give to what they go over.
+        passed: paths that are passed to `step`, as written; with nothing before the dot where another function calls it.
     """
 
     line: int
@@ -71,6 +73,8 @@ class Around:
     numbered: frozenset[str] = frozenset()
     begins: Mapping[str, object] = field(default_factory=dict)
     placed: Mapping[str, int] = field(default_factory=dict)
+    inner: frozenset[str] = frozenset()
+    passed: frozenset[str] = frozenset()
 
 
 def around(source: str, line: int, *, told: bool = True) -> Around | None:
@@ -103,7 +107,7 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
     origin = {*loaded([number] if number is not None else []), *_origin(number, outside, loops)}
     known = _derived(origin, outside) | _clocks(scope)
     passed = loaded([word.value for word in call.keywords]) if call is not None else set()
-    told_paths = (node for node in ast.walk(call) if isinstance(node, ast.Attribute)) if call is not None else ()
+    told_paths = [node for node in ast.walk(call) if isinstance(node, ast.Attribute)] if call is not None else []
     elsewhere = {*lines, *known, *passed, *map(ast.unparse, told_paths)}
     changed = changed_in_place(source, {loop.lineno for loop in loops}, elsewhere)
     return Around(
@@ -126,6 +130,8 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
         frozenset(name for name in lines if any(is_by_number(loop, name) for loop in loops)),
         {} if any(map(_is_restored, ast.walk(loops[0]))) else dict(_beginnings(scope, loops[0])),
         {path: at for loop in loops for path, at in placed_behind(loop, elsewhere | changed.keys()).items()},
+        frozenset(stored([n.target for n in ast.walk(loops[0]) if isinstance(n, ast.For | ast.AsyncFor)])),
+        frozenset(_passed(call)) if call is not None else frozenset(),
     )
 
 
@@ -159,6 +165,7 @@ def from_outside(source: str, line: int, inner_source: str, inner_line: int) -> 
         changed={path: at for path, at in found.changed.items() if path.rpartition(".")[2] not in passed},
         placed={path: at for path, at in found.placed.items() if path.rpartition(".")[2] not in passed},
         ends={name: each for name, each in found.ends.items() if name not in passed},
+        passed=frozenset(f".{word}" for word in passed),
     )
 
 
@@ -212,6 +219,20 @@ def _call(scope: Scope, line: int) -> ast.Call | None:
         ):
             return node
     return None
+
+
+def _passed(call: ast.Call) -> Iterator[str]:
+    """Yields the paths that a call of `step` is passed, of each the longest: `hooks[0].best`, and `hooks[0]` of `vars(hooks[0])`."""
+    for value in (*call.args, *(word.value for word in call.keywords)):
+        methods = {id(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)}
+        inside = {
+            id(node.value)
+            for node in ast.walk(value)
+            if isinstance(node, ast.Attribute | ast.Subscript) and id(node) not in methods
+        }
+        for node in ast.walk(value):
+            if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and id(node) not in inside | methods:
+                yield ast.unparse(node)
 
 
 def _number(call: ast.Call | None) -> ast.expr | None:

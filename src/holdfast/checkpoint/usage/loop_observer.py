@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from types import CodeType, FrameType
 from typing import Any
 
@@ -156,7 +157,7 @@ class Observer:
         lines = [f"{finding.name}: {finding.what}" for finding in findings]
         if lives := [finding.name for finding in findings if finding.carried]:
             loops.lives += lives
-            keys = {name: re.sub(r"\W+", "_", name).strip("_") for name in loops.lives}
+            keys = _keys(loops.lives, {word.partition("=")[0] for word in found.told})
             taken = ", ".join(f'{found.caller}.carry("{key}", {name})' for name, key in keys.items())
             passed = ", ".join([*found.told, *(f"{key}={name}" for name, key in keys.items())])
             lines.append(
@@ -184,6 +185,17 @@ class Observer:
                     self._start,
                     self._numbers[0][0],
                 )
+
+
+def _keys(paths: Sequence[str], passed: set[str]) -> dict[str, str]:
+    """Returns what each path is carried as: an identifier of its own, and none that is passed already."""
+    found: dict[str, str] = {}
+    for path in paths:
+        key = re.sub(r"\W+", "_", path, flags=re.ASCII).strip("_")
+        key = key if key.isidentifier() else f"value_{key}"
+        taken = {*found.values(), *passed, "step", "self"}
+        found[path] = next(each for each in chain([key], (f"{key}_{n}" for n in count(2))) if each not in taken)
+    return found
 
 
 def _callers(frame: FrameType) -> Iterator[FrameType]:

@@ -11,10 +11,10 @@ import functools
 import inspect
 import io
 import itertools
-import textwrap
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ from holdfast.checkpoint.state import unsaved_state
 from holdfast.checkpoint.state.stateful import Stateful
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.given_objects import Given
-from holdfast.checkpoint.usage.in_place import kept_by, left_in
+from holdfast.checkpoint.usage.in_place import kept_by, left_in, parsed
 from holdfast.checkpoint.usage.loop_analysis import Around, around
 
 # What a script makes anew in the middle of a training, and no version says which one it was.
@@ -149,7 +149,7 @@ def _at(path: str, names: Mapping[str, Any]) -> Any:
 
 def _attributes(value: Any) -> Mapping[str, Any]:
     """Returns the attributes of an object, the modules of a module among them."""
-    held = vars(value) if hasattr(value, "__dict__") else {}
+    held = vars(value) if _has_attributes(value) else {}
     return {**held, **value._modules} if isinstance(value, nn.Module) else held
 
 
@@ -172,7 +172,7 @@ def _of_data(name: str, loader: DataLoader[Any], given: Given) -> Iterator[Findi
 def _counts_epochs(kind: type) -> set[str]:
     """Returns the attributes that the `__iter__` of a sampler or a stream counts; none where the script can set the epoch."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        tree = parsed(inspect.getsource(kind))
     except (OSError, TypeError, SyntaxError):
         return set()
     methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -236,8 +236,34 @@ def _held(found: Around, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, list | tuple | dict) and len(value) <= MAX_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            if isinstance(key, str | int) and hasattr(item, "__dict__") and _left_in(type(item)) is not None:
-                yield f"{name}[{key!r}]", item
+            if isinstance(key, str | int | Enum) and _has_attributes(item) and _left_in(type(item)) is not None:
+                yield f"{name}[{_written(key)}]", item
+
+
+def _written(key: object) -> str:
+    """Returns a key as a script writes it: those of classes with values of their own are shown as they cannot be written."""
+    if isinstance(key, Enum):
+        return f"{type(key).__name__}.{key.name}"
+    return str.__repr__(key) if isinstance(key, str) else repr(key)
+
+
+def _is_passed(path: str, name: str, item: object, found: Around, names: Mapping[str, Any]) -> bool:
+    """Tell whether `step` is passed an attribute of an object in a container: by its path, as a whole, or by a name of its own."""
+    written = f"{path}.{name}"
+    return f".{name.rpartition('.')[2]}" in found.passed or any(
+        f"{written}.".startswith((f"{each}.", f"{each}["))
+        or _at(each, names) is item
+        or (each.endswith(f".{name}") and _at(each.removesuffix(f".{name}"), names) is item)
+        for each in found.passed
+    )
+
+
+def _has_attributes(value: object) -> bool:
+    """Tell whether a value has a dict of attributes; one that does not want to be asked has none."""
+    try:
+        return hasattr(value, "__dict__")
+    except Exception:  # noqa: BLE001 - of the user's objects
+        return False
 
 
 def _of_changes(found: Around, names: Mapping[str, Any], held: Mapping[str, Any], given: Given) -> Iterator[Finding]:
@@ -249,11 +275,14 @@ def _of_changes(found: Around, names: Mapping[str, Any], held: Mapping[str, Any]
         value = names.get(root)
         if id(value) in items:
             by_class[type(value)].setdefault(".".join(rest), line)
+        elif root in found.inner:  # behind restore() it means nothing yet
+            for each in _of_changed(path, rest, line, value, given):
+                yield replace(each, what=f"{each.what}; carry it by the name of what holds it", carried=False)
         else:
             yield from _of_changed(path, rest, line, value, given)
     for path, item in held.items():
         for name, line in by_class[type(item)].items():
-            if line:
+            if line and not _is_passed(path, name, item, found, names):
                 yield from _of_changed(f"{path}.{name}", name.split("."), line, item, given)
         for name, part in _attributes(item).items() if not isinstance(item, nn.Module) else ():
             token, what = _judge(part, given)
@@ -275,18 +304,21 @@ def _of_things(found: Around, names: Mapping[str, Any], given: Given, early: Seq
 
 def _left_in(kind: type) -> Mapping[str, int] | None:
     """Returns what methods of a class leave to their next calls, with 0 for what they set anew; None if the user did not write it."""
+    if type(kind).__hash__ is not type.__hash__:
+        return None  # a class of classes may forbid it
     if kind not in _LEFT_IN:
         found: dict[str, int] = {}
         is_users = False
         for each in kind.__mro__:
             try:
-                lines, first = inspect.getsourcelines(each)
                 file = inspect.getsourcefile(each)
-            except (OSError, TypeError):
-                continue
-            if file is not None and user_frames.is_users_file(file):
-                is_users = True
+                if file is None or not user_frames.is_users_file(file):
+                    continue
+                lines, first = inspect.getsourcelines(each)
                 found = {**left_in("".join(lines), first), **found}
+            except (OSError, TypeError, SyntaxError):  # no text, or that of a file that was changed since
+                continue
+            is_users = True
         _LEFT_IN[kind] = found if is_users else None
     return _LEFT_IN[kind]
 
@@ -320,7 +352,11 @@ def _of_cells(found: Around, names: Mapping[str, Any]) -> Iterator[Finding]:
             continue
         cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
         for name, line in _kept_by(function.__code__).items():
-            if name not in names and (kind := kind_of(value := cells[name].cell_contents)):
+            try:
+                value = cells[name].cell_contents
+            except ValueError:  # not set yet
+                continue
+            if name not in names and (kind := kind_of(value)):
                 text = f"keeps {name}, {kind} that is changed from one step to the next, in line {line}: make it a name of the loop"
                 yield Finding(called, text, _token(value))
 
@@ -431,7 +467,7 @@ def _things(found: Around, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]
     for name in sorted(found.reads & names.keys()):
         value = names[name]
         yield name, value
-        if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Optimizer | type | ModuleType):
+        if _has_attributes(value) and not isinstance(value, nn.Module | Optimizer | type | ModuleType):
             yield from ((f"{name}.{key}", part) for key, part in vars(value).items())
 
 

@@ -70,12 +70,12 @@ class KeeperClient(KeeperViewer):
     """One connection of a rank to the keeper of its node. Use `connect`; safe to call from several threads.
 
     Attributes:
-        begun: the newest version that got a slot; None before the first one.
+        begun: by slot, the newest version that got it.
     """
 
     def __init__(self, rank: int | None) -> None:
         super().__init__(rank)
-        self.begun: Version | None = None
+        self.begun: dict[int, Version] = {}
         self._slots: dict[int, Slot] = {}
         self._mapped = threading.Condition()  # guards `_slots`; several threads map them
         self._is_detached = False
@@ -219,7 +219,7 @@ class KeeperClient(KeeperViewer):
                 logger.warning(what, version, waited_s, reply.reason, messages.FREE_SLOTS)
             if left_s <= 0:
                 ask_again, left_s = ask_again if ask_again is not None and ask_again() else None, timeout_s
-        self.begun = version
+        self.begun[reply.slot_id] = version
         self._map((reply.slot_id,) if fds else (), fds)
         told(reply)
         return self._slot(reply.slot_id, timeout_s + BEGIN_GRACE_S)

@@ -21,6 +21,8 @@ from holdfast.tiers.wire.frames import unix_path
 
 # How long the links of a root are followed by those who have no settings at hand.
 LINKS_S = 60.0
+# The file in a keeper's directory that it holds locked for life, with its process number in it.
+KEEPER_LOCK = "keeper.lock"
 # How often a directory that vanishes is made anew before we give up.
 _ATTEMPTS = 10
 
@@ -68,7 +70,7 @@ class RuntimePaths:
 
     @property
     def keeper_lock(self) -> Path:
-        return self.directory / "keeper.lock"
+        return self.directory / KEEPER_LOCK
 
     @property
     def start_lock(self) -> Path:

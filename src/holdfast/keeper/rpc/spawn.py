@@ -61,8 +61,7 @@ def ensure_keeper(
     spawned = False
     while not _answers(place):
         holder = _holder(place)
-        if holder.isdecimal():
-            wake(int(holder))
+        wake(place.directory)
         # After a first attempt another keeper holds the lock without answering: it is starting, dying, or frozen.
         if spawned and (now := time.monotonic()) > deadline:
             silent = f"keeper {holder} holds the lock and does not answer"

@@ -1,7 +1,8 @@
 """Continues a keeper that a signal has stopped (SIGSTOP), where somebody waits for what its memory holds.
 
 It cannot answer, and nothing can be had past it: a restore would fail, and a job would wait at its end for nothing. To end it would lose what
-it holds. So it gets SIGCONT, as ranks get it that have to save. One that a debugger holds, or whose control group is frozen, is left alone.
+it holds. So it gets SIGCONT, as ranks get it that have to save. One that a debugger holds, or whose control group is frozen, is left alone;
+so is one of another job, and whatever else has the number of a keeper that died: its owner may have stopped it by intention.
 """
 
 from __future__ import annotations
@@ -12,21 +13,28 @@ import signal
 from pathlib import Path
 
 from holdfast.base.proc_stat import stat_fields
+from holdfast.keeper.rpc.paths import KEEPER_LOCK
 
 logger = logging.getLogger(__name__)
 
-# What a keeper calls itself; a number may have come to another process since.
-NAME = "hf-keeper"
 _STOPPED = b"T"  # by a signal; `t` is by a debugger
 
 
-def wake(pid: int) -> bool:
-    """Continues the keeper of this process number if a signal has stopped it; returns whether it did."""
+def wake(directory: Path) -> bool:
+    """Continues the keeper of this directory (`RuntimePaths.directory`) if a signal has stopped it; returns whether it did."""
+    lock = directory / KEEPER_LOCK
     try:
-        if stat_fields(pid)[:1] != [_STOPPED] or Path(f"/proc/{pid}/comm").read_text().strip() != NAME:
+        pid = int(lock.read_text())
+        if stat_fields(pid)[:1] != [_STOPPED] or not _has_open(pid, lock):
             return False
         os.kill(pid, signal.SIGCONT)
-    except OSError:  # it ended, is another user's, or nothing can be known of it
+    except (OSError, ValueError):  # it ended, is another user's, or nothing can be known of it
         return False
     logger.warning("keeper %d was stopped by a signal and is waited for: it is continued", pid)
     return True
+
+
+def _has_open(pid: int, file: Path) -> bool:
+    """Return whether a process has this very file open, as who holds a lock on it has."""
+    with os.scandir(f"/proc/{pid}/fd") as links:
+        return any(os.path.samestat(link.stat(), file.stat()) for link in links)

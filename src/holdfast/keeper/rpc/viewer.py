@@ -18,6 +18,7 @@ from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import Caller, dial
 from holdfast.keeper.rpc.messages import Inventory, Message
+from holdfast.keeper.rpc.stopped_keeper import wake
 from holdfast.tiers.wire import frames
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class KeeperViewer:
     """
 
     _caller: Caller
+    _directory: Path
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -64,6 +66,7 @@ class KeeperViewer:
             KeeperLost: nobody listens. InUse: another living process is that rank. KeeperError: refused.
         """
         client = cls(rank)
+        client._directory = Path(str(socket_path).removeprefix("unix:")).parent
         role = messages.VIEWER if rank is None else messages.RANK
         hello = messages.Hello(job=job, role=role, rank=-1 if rank is None else rank)
         client._caller = dial(
@@ -83,6 +86,10 @@ class KeeperViewer:
         except KeeperLost:
             return False
         return True
+
+    def wake(self) -> bool:
+        """Continues the keeper if a signal has stopped it; returns whether it did."""
+        return wake(self._directory)
 
     @property
     def welcome(self) -> messages.Welcome:

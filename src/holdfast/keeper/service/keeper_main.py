@@ -18,7 +18,6 @@ from holdfast.base.process_label import label_process
 from holdfast.base.trace import TraceFile
 from holdfast.keeper.rpc.listener import Network
 from holdfast.keeper.rpc.paths import RuntimePaths, job_digest
-from holdfast.keeper.rpc.stopped_keeper import NAME
 from holdfast.keeper.service.keeper import Keeper, KeeperOptions, become_keeper, clean
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire.tls import read_secret
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     place = RuntimePaths(Path(options.runtime_dir), job_digest(options.root, options.run_id), options.node)
     os.chdir("/")  # no mount is held busy
     _allow_connections()
-    label_process(NAME)
+    label_process("hf-keeper")
     _give_way()
     if options.secret_fd >= 0 or options.key_fd >= 0:
         # A core dump would hold what they name. Linux pipes one to a handler at a limit of 0 too, and to none at 1 (fs/coredump.c).

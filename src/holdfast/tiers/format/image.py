@@ -417,8 +417,9 @@ def check_length(length: int, seal: Seal, where: str) -> None:
     Raises:
         CorruptError: it is.
     """
-    if length != seal.length:
-        raise CorruptError(f"image {seal.bundle_id} has {length} bytes; {seal.length} were sealed", where=where)
+    if length != seal.length:  # who reads a longer one stops behind one byte too many
+        found = "more bytes" if length > seal.length else f"{length} bytes"
+        raise CorruptError(f"image {seal.bundle_id} has {found}; {seal.length} were sealed", where=where)
 
 
 def check_chunk(index: int, digest: str, seal: Seal, where: str) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from holdfast.base.errors import CorruptError, Fenced, ForeignDirectory, StorageError, VersionNotFound
+from holdfast.base.errors import CorruptError, Fenced, ForeignDirectory, NewerFormat, StorageError, VersionNotFound
 from holdfast.core.model import Version
 from holdfast.tiers.backends.interface import TEMPORARY, Backend
 from holdfast.tiers.format.strict_json import MAX_RECORD_BYTES, Record, decode_record, encode_record
@@ -89,7 +89,13 @@ def read_job(backend: Backend) -> str:
             raise ForeignDirectory(what, where=root, remedy=remedy) from None
         remedy = "check the path and that it is mounted"
         raise VersionNotFound("there are no checkpoints", where=root, remedy=remedy) from None
-    return decode_record(data, _Job, f"{root}/{JOB_FILE}").job_id
+    try:
+        return decode_record(data, _Job, f"{root}/{JOB_FILE}").job_id
+    except NewerFormat:
+        raise
+    except CorruptError as error:  # no version can be looked at without it
+        remedy = f"put {JOB_FILE} back from a copy of this directory; else choose an empty or a new one"
+        raise CorruptError(error.what, where=error.where, remedy=remedy) from None
 
 
 def are_kin(one: str, other: str) -> bool:

@@ -12,9 +12,13 @@ uses too, so it would differ: `doubt` tells when that was seen.
 
 from __future__ import annotations
 
+import ast
+import collections
+import functools
 import gc
 import inspect
 import itertools
+import linecache
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,11 +28,14 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from torch.utils.data import DataLoader, dataloader, distributed, sampler
+from torch.utils.data import DataLoader, Dataset, dataloader, distributed, sampler
 
 from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data
+from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, parts_of
+from holdfast.base.installed import is_installed
 from holdfast.checkpoint.state.stateful import is_stateful
 from holdfast.checkpoint.usage import user_frames
+from holdfast.checkpoint.usage.clock_names import clock_names
 
 # Samplers that draw everything from one seed, before their first index.
 _SAMPLERS = (
@@ -39,7 +46,7 @@ _NONE: dict[int, int] = {}
 _SEQUENCES = (list, tuple, str, bytes, dict, type(_NONE.keys()), type(_NONE.values()), type(_NONE.items()))
 _EMPTY: tuple[Iterable[Any], ...] = ([], (), range(0), "", b"", _NONE, _NONE.values(), _NONE.items())
 _PLAIN_ITERATORS = tuple(type(iter(each)) for each in _EMPTY)
-_MAX_DEPTH = 6
+_MAX_DEPTH, _MAX_PARTS = 6, 64
 _NUMBERS = {bool, int, float}
 
 
@@ -66,6 +73,8 @@ class Items:
         self.told = ""
         self._iterator: Iterator[Any] | None = None
         self._digested: Any = None
+        self._watching: Iterator[Any] | None = None
+        self._left, self._moves = "", False
         self._way: _Way = _way_of(iterable, self)
         self.size, self.shape = self._way.size, self._way.shape
 
@@ -86,6 +95,25 @@ class Items:
     def counted(self) -> set[int]:
         """Returns the generators that come to where they are by items being taken, by their `id`."""
         return {id(each) for each in _within(self._digested)} if self._digested is not None else set()
+
+    def follows(self) -> bool:
+        """Tell whether the steps change objects that a generator of the script reads, and its own code does not: a meter that it prints."""
+        return (
+            self._watching is not None and not self._moves and _read_by(self._watching, self.is_of_user) != self._left
+        )
+
+    def taking(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yields what an iterator yields, and sees whether its own code changes objects that it reads."""
+        self._watching = iterator
+        while True:
+            before = _read_by(iterator, self.is_of_user) if not self._moves else ""
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            self._left = _read_by(iterator, self.is_of_user) if not self._moves else ""
+            self._moves = self._moves or before != self._left
+            yield item
 
     def digests(self, thing: Any) -> None:
         """This is what `digest` looks at."""
@@ -289,6 +317,8 @@ def _taken(value: Any, items: Items) -> _Way:
     def begin() -> Iterator[Any]:
         iterator = iter(value)
         items.digests(iterator)
+        if isinstance(iterator, GeneratorType):
+            return _watched(items.taking(iterator), items, "its items are")
         return _watched(iterator, items, "its items are")
 
     return _Way([kind.__qualname__], size, begin, lambda n: _advanced(begin(), n))
@@ -348,7 +378,8 @@ def digest_of(value: Any, depth: int = 0) -> str:
             for part in gc.get_referents(value):
                 if depth < _MAX_DEPTH and hasattr(part, "__next__"):
                     token.update(digest_of(part, depth + 1).encode())
-            _mapping(token, user_frames.own(frame), depth)
+            timed = _timed(frame.f_code.co_filename)
+            _mapping(token, {name: part for name, part in user_frames.own(frame).items() if name not in timed}, depth)
     elif isinstance(value, dataloader._BaseDataLoaderIter):
         token.update(str(value._num_yielded).encode())
     elif type(value) in _PLAIN_ITERATORS:
@@ -363,6 +394,43 @@ def digest_of(value: Any, depth: int = 0) -> str:
     return token.hexdigest()
 
 
+def _read_by(value: Any, is_of_user: Callable[[Any], bool]) -> str:
+    """Returns a token of the user's objects that a generator was given; what they hold of data and models is left out."""
+    token = xxhash.xxh3_128()
+    frame = value.gi_frame if isinstance(value, GeneratorType) else None
+    if frame is not None:
+        code, names = frame.f_code, user_frames.own(frame)
+        for name in (*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *code.co_freevars):
+            if name in names and is_of_user(names[name]):
+                _state(token, name, names[name], is_of_user)
+    return token.hexdigest()
+
+
+def _state(token: Any, name: str, value: Any, is_of_user: Callable[[Any], bool], depth: int = 0) -> None:
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        token.update(f"{name}={value!r}".encode())
+    elif isinstance(value, (dict, list, tuple, collections.deque)) and depth < _MAX_DEPTH:
+        token.update(f"{name}:{len(value)}".encode())
+        for key, part in itertools.islice(parts_of(value), _MAX_PARTS):
+            _state(token, str(key), part, is_of_user, depth + 1)
+    elif depth < _MAX_DEPTH and is_of_user(value) and not isinstance(value, (nn.Module, Dataset, DataLoader, type)):
+        for key, part in sorted(getattr(value, "__dict__", {}).items()):
+            _state(token, f"{name}.{key}", part, is_of_user, depth + 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _timed(file: str) -> frozenset[str]:
+    """Returns the names of a file of the user's that may hold what a clock told: they differ from run to run."""
+    try:
+        return (
+            clock_names(ast.parse("".join(linecache.getlines(file))), meters=True)
+            if not is_installed(file)
+            else frozenset()
+        )
+    except (SyntaxError, ValueError):
+        return frozenset()
+
+
 def _within(value: Any, depth: int = 0) -> Iterator[Any]:
     """Yields the generators that an iterator takes its items from."""
     for part in gc.get_referents(value) if depth < _MAX_DEPTH else ():
@@ -374,6 +442,8 @@ def _within(value: Any, depth: int = 0) -> Iterator[Any]:
 
 def _mapping(token: Any, values: Mapping[str, Any], depth: int) -> None:
     for name, value in sorted(values.items(), key=lambda pair: str(pair[0])):
+        if isinstance(value, float) and value >= CLOCK:
+            continue  # a time, which is another one in every run
         if isinstance(value, bool | int | float | str | bytes | type(None)):
             token.update(f"{name}={value!r}".encode())
         elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided:

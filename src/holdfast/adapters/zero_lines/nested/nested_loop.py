@@ -542,6 +542,11 @@ class _Run:
             self.unfit(
                 f"random numbers before the loop of line {entry.site.line} are others than in the run that saved"
             )
+        if any(saved[depth][6:7]):  # what a generator reads is as the steps left it, before it is taken again
+            try:
+                self._looker.look(entries).put(version["rows"], version["gone"])
+            except KeyError as error:
+                self.unfit(f"{error} was carried by the run that saved, and has no place now")
         self._goes_to(entry, depth)
         assert entry.items is not None
         if entry.items.digest() != saved[depth][5]:
@@ -565,6 +570,10 @@ class _Run:
             entry.items.skip(taken)
         except StopIteration:
             self.unfit(f"the loop of line {entry.site.line} has fewer items than in the run that saved")
+        except Exception as error:  # noqa: BLE001 - the script's own code is run again, where it does not expect it
+            self.unfit(
+                f"the items of the loop of line {entry.site.line} cannot be taken again: {type(error).__name__}: {error}"
+            )
         entry.taken = taken
 
     def _take_over(self, entries: Sequence[Entry], version: dict[str, Any]) -> None:

@@ -318,7 +318,8 @@ def _absent(entry: Entry, names: Mapping[str, Any]) -> list[str]:
 
 def _place(entry: Entry) -> list[Any]:
     assert entry.items is not None
-    return [entry.site.number, entry.taken, entry.items.shape, entry.made, entry.drawn, entry.items.digest()]
+    items = entry.items
+    return [entry.site.number, entry.taken, items.shape, entry.made, entry.drawn, items.digest(), items.follows()]
 
 
 def _targets(entry: Entry) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.adapters.zero_lines.reach import held_arrays
-from holdfast.adapters.zero_lines.reach.plain_values import ATOMS, MAX_DEPTH
+from holdfast.adapters.zero_lines.reach.plain_values import ATOMS, MAX_DEPTH, parts_of
 from holdfast.checkpoint.entries.sharding import local_of
 
 
@@ -30,7 +30,7 @@ def spans_of(thing: Any, depth: int = 0) -> Iterable[held_arrays.Span]:
     elif isinstance(thing, Optimizer):
         yield from spans_of([*thing.state.values(), *thing.param_groups], depth + 1)
     elif isinstance(thing, dict | list | tuple | collections.deque):
-        parts = thing.values() if isinstance(thing, dict) else thing
+        parts = (part for _, part in parts_of(thing))
         yield from (span for part in parts if not isinstance(part, ATOMS) for span in spans_of(part, depth + 1))
     elif depth == 0 and hasattr(thing, "__dict__"):  # what it hands out is not looked at
         yield from spans_of(list(vars(thing).values()), depth + 1)
@@ -42,5 +42,5 @@ def addresses_in(value: Any, depth: int = 0) -> set[int]:
         return {local_of(value).data_ptr()}
     if depth > MAX_DEPTH or not isinstance(value, dict | list | tuple):
         return set()
-    parts = value.values() if isinstance(value, dict) else value
+    parts = (part for _, part in parts_of(value))
     return set().union(*(addresses_in(part, depth + 1) for part in parts if not isinstance(part, ATOMS)))

@@ -22,6 +22,9 @@ from holdfast.adapters.zero_lines.reach.plain_values import ATOMS
 from holdfast.adapters.zero_lines.reach.walk import ALL, NOTHING, Told, Walk
 from holdfast.base.installed import is_installed
 
+# What libraries of Hugging Face call the code that they have fetched, which lies in a cache of the user's.
+_OF_THE_HUB = ("datasets_modules", "evaluate_modules", "transformers_modules")
+
 
 class Reach:
     """Walks from the names of one script.
@@ -145,6 +148,6 @@ class Reach:
             top = module.partition(".")[0]
             files = (getattr(sys.modules.get(name), "__file__", None) or "" for name in (module, top))
             place = os.path.abspath(next(filter(None, files), ""))
-            known = top in sys.stdlib_module_names or top in ("holdfast", "torch")
+            known = top in sys.stdlib_module_names or top in ("holdfast", "torch", *_OF_THE_HUB)
             self._users[module] = module == "__main__" or not (known or is_installed(place))
         return self._users[module]

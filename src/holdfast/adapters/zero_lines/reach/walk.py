@@ -34,7 +34,7 @@ from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.adapters.zero_lines.reach import held_arrays, identities
+from holdfast.adapters.zero_lines.reach import arrow, held_arrays, identities
 from holdfast.adapters.zero_lines.reach.attributes import (
     attributes_of,
     global_names,
@@ -69,7 +69,10 @@ from holdfast.adapters.zero_lines.reach.plain_values import (
     as_stored,
     is_plain,
     is_vast,
+    makes_up_parts,
+    parts_of,
     some_of,
+    standard_of,
     texts_in,
 )
 from holdfast.adapters.zero_lines.reach.tokens import (
@@ -444,6 +447,9 @@ class Walk:
         elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users_object(value):
             self._note_born(path, value, hold)
             self._instance(path, value, asks)
+        elif arrow.is_data(value):
+            self.found.fixed[path] = arrow.token_of(value)
+            self.found.data[path] = (self.found.fixed[path], arrow.may_hold_times(value))
         elif not issubclass(type(value), STANDING):
             self._of_library(path, value, asks, hold)
 
@@ -509,6 +515,9 @@ class Walk:
         self.visit(type(value).__qualname__, type(value), asks=asks)
 
     def _container(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
+        if makes_up_parts(type(value)):
+            self._made_up(path, value, asks)
+            return
         if asks and is_vast(value):
             self.found.unsure.append((path, f"{type(value).__qualname__} that is too large to be looked at whole,"))
         if self._is_users_object(value) and getattr(value, "__dict__", None):
@@ -519,16 +528,34 @@ class Walk:
             self._note_data(path, value, self.found.leaves[path].token)
             self.share(path, value)
         elif isinstance(value, dict):
-            self.found.orders[path] = list(value)
-            self.keys(path, value, Owner(value.__setitem__, value.pop), asks=asks, dot=False)
-            for key, part in value.items():
-                if type(key) is str or type(key) is int:
-                    continue
-                self.found.fixed[f"{path}[{key!r}]"] = token_of(part) if is_plain(part) else type(part).__qualname__
-                self.visit(f"the value of {path}[{key!r}]", part, asks=asks)
+            self._dict(path, value, Owner(value.__setitem__, value.pop), asks)
         else:
             self.found.fixed[f"the length of {path}"] = len(value)
             self._each(path, enumerate(some_of(value)), asks=asks)
+
+    def _dict(self, path: str, items: Mapping[Any, Any], owner: Owner, asks: int) -> None:
+        self.found.orders[path] = list(items)
+        self.keys(path, items, owner, asks=asks, dot=False)
+        for key, part in items.items():
+            if type(key) is str or type(key) is int:
+                continue
+            self.found.fixed[f"{path}[{key!r}]"] = token_of(part) if is_plain(part) else type(part).__qualname__
+            self.visit(f"the value of {path}[{key!r}]", part, asks=asks)
+
+    def _made_up(self, path: str, value: Any, asks: int) -> None:
+        """Looks at what a container really has in it, and at its attributes: its own methods may load modules, count, or draw."""
+        self.found.fixed[path] = type(value).__qualname__
+        parts = dict(parts_of(value))
+        if isinstance(value, dict):
+            put, drop = (functools.partial(getattr(standard_of(value), name), value) for name in ("__setitem__", "pop"))
+            self._dict(path, parts, Owner(put, drop), asks)
+        else:
+            self.found.fixed[f"the length of {path}"] = len(parts)
+            self._each(path, parts.items(), asks=asks)
+        self.keys(
+            f"the attributes of {path}", getattr(value, "__dict__", {}), owner_of(value), asks=min(asks, NO_PLACE)
+        )
+        self.visit(type(value).__qualname__, type(value), asks=min(asks, NO_PLACE))
 
     def _tensor(self, path: str, value: torch.Tensor, asks: int, hold: tuple[str, str | int]) -> None:
         self.marks(path, value)
