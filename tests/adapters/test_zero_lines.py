@@ -293,6 +293,25 @@ def test_what_ranks_saved_at_different_points_of_the_job_is_not_taken(
     assert all(doubts.belongs(8 + number, cut) for number, cut in enumerate(cuts)), "of another version each"
 
 
+def test_what_ranks_sent_each_other_before_they_train_does_not_tell_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo counts it: after a `monitored_barrier` the first rank has a higher number than the others, and after a restore too."""
+    made = [7, 3]
+
+    class Counting:
+        def _get_sequence_number_for_group(self) -> int:
+            return made[rank]
+
+    monkeypatch.setattr(doubts.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(doubts.dist.distributed_c10d, "_world", SimpleNamespace(pg_names={Counting(): "0"}))
+    states = []
+    for rank in range(2):
+        state = NestedState(SimpleNamespace(), SimpleNamespace(drawn=""), {}, collectives.Alone())  # type: ignore[arg-type]
+        state.all_are_here()
+        made[rank] += 5
+        states.append(doubts.collectives_made(state._made_before))
+    assert states == [{"0": 5}, {"0": 5}]
+
+
 def test_ranks_that_nobody_can_ask_are_not_asked(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,14 +74,19 @@ def different(group: collectives.Ranks, line: int) -> int:
     return next((each for each in collectives.gather_json(group, line) if each != line), line)
 
 
-def collectives_made() -> dict[str, int]:
-    """Returns how many collectives each process group of this rank has made, by its name; without those whose backend does not count."""
+def collectives_made(before: Mapping[str, int]) -> dict[str, int]:
+    """Returns how many collectives each process group of this rank has made, by its name; without those whose backend does not count.
+
+    Args:
+        before: what it had made at a point to which all ranks came. Some backends count what ranks send each other too, which is not
+            alike on all: a script may have done that before it trains, and so does a restore.
+    """
     made: dict[str, int] = {}
     if dist.is_available() and dist.is_initialized():
         group: Any
         for group, name in dist.distributed_c10d._world.pg_names.items():
             with contextlib.suppress(RuntimeError):
-                made[str(name)] = group._get_sequence_number_for_group()
+                made[str(name)] = group._get_sequence_number_for_group() - before.get(str(name), 0)
     return made
 
 

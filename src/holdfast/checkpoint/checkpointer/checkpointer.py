@@ -918,6 +918,7 @@ class Checkpointer:
         direct, last, changed = run.saver.memory is None, run.last, self._why_changed(run)
         if changed:
             run.lower.stays_away(run)
+            run.lower.ends_as_saved(run)
         given_up = last.given_up if last is not None else ""
         comes_back = bool(
             last is not None and given_up and not changed and run.link.unannounced.take_back(last.version)
@@ -965,7 +966,8 @@ class Checkpointer:
             return self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
         if last is None or not run.lower.passed:
             return last
-        run.lower.give_up_passed(run)
+        run.lower.stays_away(run)
+        run.lower.give_up_passed(run, self.patience_s)
         if (whole := run.whole) is not None:
             return self._raise_level(run, whole, Level.DURABLE)
         client = run.link.client

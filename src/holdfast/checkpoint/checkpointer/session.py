@@ -38,8 +38,11 @@ class Levels(Protocol):
     def awaits_all(self, run: Run, patience_s: float | None) -> bool:
         """Waits until all ranks have what this one has saved; whether none is known that makes fewer steps."""
 
-    def give_up_passed(self, run: Run) -> None:
-        """Gives up what is saved of steps that some rank never makes."""
+    def ends_as_saved(self, run: Run) -> None:
+        """This rank saves nothing more."""
+
+    def give_up_passed(self, run: Run, patience_s: float | None) -> None:
+        """Gives up what is saved of steps that some rank never saves, until all ranks have the newest that is left."""
 
     def closing(self, run: Run, patience_s: float | None = None) -> bool:
         """Return whether the last save has to be made again before it is waited for; `passed`: why it never becomes whole."""

@@ -92,7 +92,7 @@ class StorageFallback:
     """The levels of one rank, between two restores.
 
     Attributes:
-        passed: why the last step of this rank never becomes whole: another rank does not make it; empty as far as is known.
+        passed: why the last step of this rank never becomes whole: another rank does not save it; empty as far as is known.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StorageFallback:
         # Several Checkpointers of a script have the same incarnation, and each a path of its own.
         self._boards = board_of(job.group, f"{job.assembly.job_id}/{job.incarnation}")
         self.passed = ""
-        self._passed_at = -1  # the last step that such a rank makes; -1 if nobody knows
+        self._passed_at: int | None = None  # the last step that such a rank saves; None: it is only late
         self._state = state
         self._link = link
         self._storage = storage
@@ -141,7 +141,7 @@ class StorageFallback:
             logger.warning("who else can save is not known: %s", error)
 
     def ends(self, step: int) -> None:
-        """This rank makes no step behind `step`."""
+        """This rank saves nothing behind `step`."""
         if self._boards is None:
             return
         try:
@@ -160,7 +160,7 @@ class StorageFallback:
             patience_s: after so long a rank that has not saved the last step counts as one that never makes it.
         """
         saver, last = run.saver.memory, run.last
-        if saver is None or last is None or saver.fence.num_steps != run.optimizer_steps:
+        if self.passed or saver is None or last is None or saver.fence.num_steps != run.optimizer_steps:
             return False
         began = time.monotonic()
         deadline = began + self._config.close_timeout_s
@@ -208,26 +208,38 @@ class StorageFallback:
         return True
 
     def _never_comes(self, last: SaveHandle, *, patient: bool) -> bool:
-        """Tell whether some rank makes no step up to the last one of this rank."""
+        """Tell whether some rank never saves the last step of this rank, or is late."""
         told = self._boards(0).get("ends") if self._boards is not None else None
         if told is not None and int(told) < last.version.step:
             self._passed_at = int(told)
-            self.passed = f"some rank makes no step after {told}" if int(told) >= 0 else "some rank makes no step"
+            self.passed = f"some rank saves no step after {told}" if int(told) >= 0 else "some rank saves no step"
         elif not patient:
+            self._passed_at = None
             self.passed = self.passed or "some rank has not made it"
-        return bool(self.passed)
+        else:
+            return False
+        return True
 
-    def give_up_passed(self, run: Run) -> None:
-        """Gives up what is saved of steps that some rank never makes, and is not captured."""
-        saver, step = run.saver.memory, self._passed_at
-        for handle in tuple(run.recent):
-            if (
-                saver is not None
-                and handle.version.step > step
-                and not handle.given_up
-                and handle.reached < Level.CAPTURED
-            ):
-                saver.give_up(handle, self.passed)
+    def ends_as_saved(self, run: Run) -> None:
+        """This rank saves nothing more: who has a newer version need not wait for it."""
+        self.ends(run.whole.version.step if run.whole is not None else run.start - 1)
+
+    def give_up_passed(self, run: Run, patience_s: float | None) -> None:
+        """Gives up what is saved of steps that some rank never saves, until all ranks have the newest that is left.
+
+        A rank that ends earlier may have saved a step that this one has not: it is told what this one has, as long as no rank is
+        only late.
+        """
+        saver = run.saver.memory
+        while saver is not None:
+            for handle in tuple(run.recent):
+                is_later = self._passed_at is None or handle.version.step > self._passed_at
+                if is_later and not handle.given_up and handle.reached < Level.CAPTURED:
+                    saver.give_up(handle, self.passed)
+            if self._passed_at is not None:
+                self.ends_as_saved(run)
+            if self.awaits_all(run, patience_s):
+                return
 
     def stays_away(self, run: Run) -> None:
         """This rank cannot make the last save again: the others must not wait for it when they do."""

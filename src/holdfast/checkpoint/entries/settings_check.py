@@ -228,7 +228,10 @@ class ModesCheck(SettingsCheck):
 
     def settings(self, things: Sequence[_Setting]) -> list[float]:
         """Returns whether a module is in training mode, and the share that a dropout drops."""
-        return [_number(getattr(module, name, True)) for module, name in things]  # whatever class it is
+        return [  # whatever class a module is
+            getattr(module, name, True) if name is _TRAINING else _number(getattr(module, name, None))
+            for module, name in things
+        ]
 
     def called(self, thing: _Setting) -> str:
         """Returns the name of the module, and of the rate."""
@@ -244,8 +247,6 @@ class ModesCheck(SettingsCheck):
 
 def _number(value: object) -> float:
     """Returns a rate as a version can have it; of a tensor nothing is known, which may be on a device and is not waited for."""
-    if type(value) is bool or type(value) is float:
-        return value
     return float(value) if isinstance(value, Real) else _NO_NUMBER
 
 

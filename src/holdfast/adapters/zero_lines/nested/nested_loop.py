@@ -428,6 +428,7 @@ class _Run:
             self._ended = True
             self.count.close()
             return False
+        self._state.all_are_here()
         if self._state.restored is not None and self._state.restored["position"]:
             self._end_checks()  # the run that saved made them
             self._state.rehearsed = True
@@ -587,6 +588,7 @@ class _Run:
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
         self._state.placing = None
+        self._state.all_are_here()
         living_gradients.put(self._state.stepped, version.get("gradients", {}))
         changed = entry.changes.now()
         path = differing(version["rows"], changed)

@@ -62,11 +62,16 @@ class NestedState(Doubts):
         self.randomness: dict[str, Any] = {}
         self.generators: dict[str, Generator] = {}
         self.rehearsed = self.loses_gradients = False
+        self._made_before: dict[str, int] = {}
         self._noted = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
             "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {}, "data": {}, "who": self.who,
             "generators": {},
         }  # fmt: skip
+
+    def all_are_here(self) -> None:
+        """Every rank is at this point of the job: collectives are counted from here."""
+        self._made_before = collectives_made({})
 
     def note(self, entries: Sequence[Entry], number: int, cleared: frozenset[int]) -> bool:
         """Takes everything as it is now, behind a step of the innermost loop; False: this step must be in no version.
@@ -125,7 +130,7 @@ class NestedState(Doubts):
             "who": self.who,
             "cut": {
                 "turns": [[entry.site.number, entry.taken] for entry in entries],
-                "collectives": collectives_made(),
+                "collectives": collectives_made(self._made_before),
             },
         }
         return True
