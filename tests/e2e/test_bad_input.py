@@ -603,7 +603,7 @@ def test_a_newer_or_damaged_record_of_the_job_is_never_a_fresh_start(make: Make,
     for how in ("truncated", "zeroed", "empty"):
         record.write_bytes(good)
         damage(record, how)
-        with refused(CorruptError, code="HF300", place=record, remedy="holdfast verify"):
+        with refused(CorruptError, code="HF300", place=record, remedy="put holdfast.json back"):
             make(job).restore()
     record.write_bytes(good)
     damage(job / "incarnations" / "000001.resumed.json", "flipped")

@@ -539,7 +539,8 @@ def test_a_terminal_that_is_closed_leaves_time_to_save(tmp_path: Path) -> None:
     """SIGHUP was handed on, and ended every rank at once, while the launcher said that they have time to save."""
     (tmp_path / "script.py").write_text(SAVES_AT_THE_END)
     environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
-    with subprocess.Popen([*LAUNCH, "script.py"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as launcher:
+    command = ["env", "--default-signal=HUP", *LAUNCH, "script.py"]  # nohup may be around these tests
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as launcher:
         try:
             wait_for((tmp_path / "ready").exists, "the rank", str)
             launcher.send_signal(signal.SIGHUP)

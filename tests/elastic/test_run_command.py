@@ -234,7 +234,7 @@ def test_a_launcher_tells_variables_that_mean_nothing_and_where_a_cadence_is_wro
 ) -> None:
     monkeypatch.setenv("HOLDFAST_DURABLE_EVERY", "often")
     monkeypatch.setenv("HOLDFAST_DISABLED", "1")
-    assert run_command.main(["train.py"]) == 2
+    assert run_command.main([__file__]) == 2
     said = capsys.readouterr().err
     assert said.count("the variable HOLDFAST_DISABLED means nothing; write HOLDFAST_DISABLE\n") == 1
     assert "'often'" in said
