@@ -890,6 +890,8 @@ class Checkpointer:
         run = None if self._closed or self._is_forked else self._run
         if run is None or not run.recent:
             return ""
+        run.saver.settle()  # what is still being copied may yet be given up
+        run.link.wait_mended(self._config.close_timeout_s)
         whole = run.whole
         if whole is None or run.saver.memory is None:
             if whole is not None and whole.is_stored():
@@ -898,7 +900,6 @@ class Checkpointer:
             why = f"{self._root}: {handle.version} is not durable: {handle.given_up or 'memory alone has it'}"
             logger.error("%s", why)
             return why
-        run.link.wait_mended(self._config.close_timeout_s)
         try:
             self._wait_for(run, self._raise_level(run, whole, Level.DURABLE))
         except LevelNotReached as error:
