@@ -267,7 +267,7 @@ def test_the_end_waits_for_a_keeper_that_is_just_being_started(
     assert newest(tmp_path / "job") == Version(1, 0)
 
 
-@pytest.mark.parametrize("moment", ["begin", "goodbye"])
+@pytest.mark.parametrize("moment", ["begin", pytest.param("goodbye", marks=pytest.mark.slow)])
 def test_a_keeper_that_a_signal_stops_at_the_very_end_ends_with_its_job(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
