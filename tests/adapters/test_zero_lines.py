@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,11 +195,14 @@ def nothing_open() -> Iterator[None]:
     open_checkpointers.abandon_all()
 
 
-@pytest.mark.usefixtures("nothing_open")
-def test_what_one_rank_is_not_sure_of_keeps_all_ranks_from_being_touched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    nest = find_nested(PLAIN)
+def kept_by_two_ranks(
+    script: str,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trains: Callable[[int, Callable[[Mapping[str, object]], None]], None],
+) -> list[object]:
+    """What each rank keeps; `trains` is given its number, and runs the script with the names that it has."""
+    nest = find_nested(script)
     assert isinstance(nest, Nest)
     code = compile(nest.tree, "train.py", "exec")
     mine = threading.local()
@@ -207,14 +210,25 @@ def test_what_one_rank_is_not_sure_of_keeps_all_ranks_from_being_touched(
 
     def begin(rank: collectives.Ranks) -> object:
         mine.rank = rank
-        hook = KeptLoops(nest, str(tmp_path / "root"))
-        names = named(data=torch.ones(2) if rank.rank == 0 else iter([1]), model=torch.nn.Linear(2, 2))
-        names["optimizer"] = torch.optim.SGD(names["model"].parameters())  # type: ignore[attr-defined]
-        with pytest.raises(TypeError) if rank.rank else contextlib.nullcontext():  # its model does not take this data
-            exec(code, {**names, HOOK: hook})
+        hook = KeptLoops(nest, str(root))
+        trains(rank.rank, lambda names: exec(code, {**names, HOOK: hook}))
         return hook._run
 
-    assert on_all(2, begin) == [None, None]
+    return on_all(2, begin)
+
+
+@pytest.mark.usefixtures("nothing_open")
+def test_what_one_rank_is_not_sure_of_keeps_all_ranks_from_being_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+
+    def trains(rank: int, run: Callable[[Mapping[str, object]], None]) -> None:
+        names = named(data=torch.ones(2) if rank == 0 else iter([1]), model=torch.nn.Linear(2, 2))
+        names["optimizer"] = torch.optim.SGD(names["model"].parameters())  # type: ignore[attr-defined]
+        with pytest.raises(TypeError) if rank else contextlib.nullcontext():  # its model does not take this data
+            run(names)
+
+    assert kept_by_two_ranks(PLAIN, tmp_path / "root", monkeypatch, trains) == [None, None]
     assert "rank 1: nobody can be sure what 'data'" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -224,20 +238,11 @@ def test_ranks_that_come_to_different_loops_are_kept_on_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 warms up alone, and the other one waits for it in the training of all: their steps do not belong together."""
-    nest = find_nested(TWO_LOOPS)
-    assert isinstance(nest, Nest)
-    code = compile(nest.tree, "train.py", "exec")
-    mine = threading.local()
-    monkeypatch.setattr(collectives, "ranks", lambda: mine.rank)
 
-    def begin(rank: collectives.Ranks) -> object:
-        mine.rank = rank
-        hook = KeptLoops(nest, str(tmp_path / "root"))
-        names = named(data=torch.ones(2), first=rank.rank == 0)
-        exec(code, {**names, HOOK: hook})
-        return hook._run
+    def trains(rank: int, run: Callable[[Mapping[str, object]], None]) -> None:
+        run(named(data=torch.ones(2), first=rank == 0))
 
-    assert on_all(2, begin) == [None, None]
+    assert kept_by_two_ranks(TWO_LOOPS, tmp_path / "root", monkeypatch, trains) == [None, None]
     assert "rank 0: another rank comes to the loop of line 6" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
 

@@ -45,6 +45,14 @@ def stop(keeper: psutil.Process) -> None:
     eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
 
 
+def with_a_step_unsaved(make: Make) -> tuple[Any, psutil.Process]:
+    """A checkpointer that was told of step 1 behind the version in memory, and its keeper: `close` saves that step."""
+    trainee, checkpointer = captured(make)
+    trainee.train()
+    checkpointer.step(1)
+    return checkpointer, keeper_of(checkpointer)
+
+
 def newest(path: Path) -> Version:
     return open_storage(path, Events()).versions()[-1]
 
@@ -79,10 +87,7 @@ def test_one_rank_saves_the_last_step_again_if_its_keeper_dies_as_it_is_saved(
 ) -> None:
     """The save that `close` makes is given up; there is no other rank that would notice."""
     real = getattr(KeeperClient, moment)
-    trainee, checkpointer = captured(make)
-    trainee.train()
-    checkpointer.step(1)
-    keeper = keeper_of(checkpointer)
+    checkpointer, keeper = with_a_step_unsaved(make)
 
     def killed(client: KeeperClient, *given: Any, **more: Any) -> Any:
         monkeypatch.undo()
@@ -273,10 +278,7 @@ def test_a_keeper_that_a_signal_stops_at_the_very_end_ends_with_its_job(
 ) -> None:
     """It would keep the memory of its slots, and nobody comes to it any more."""
     real = getattr(KeeperClient, moment)
-    trainee, checkpointer = captured(make)
-    trainee.train()
-    checkpointer.step(1)
-    keeper = keeper_of(checkpointer)
+    checkpointer, keeper = with_a_step_unsaved(make)
 
     def stopped(client: KeeperClient, *given: Any, **more: Any) -> Any:
         monkeypatch.undo()

@@ -359,9 +359,8 @@ class _Run:
         self._state.objects = list(found.objects.values())
         self._objects = {**found.objects, "main_values": self._state}
         self._checkpointer = Checkpointer(root, **self._objects)
-        self._checkpointer.patience_s = (
-            patience()
-        )  # who has not made the last step by then may wait for what lies behind this loop
+        # Who has not made the last step by then may wait for what lies behind this loop.
+        self._checkpointer.patience_s = patience()
         events.emit("script_kept", root=root, objects=", ".join(sorted(found.objects)))
         if group.rank == 0:
             say(f"this script is kept in {root}: {', '.join(sorted(found.objects))}")
