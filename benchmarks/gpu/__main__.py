@@ -43,6 +43,7 @@ CHECKS = (
     ("waits of a pipeline", "around", "pace", 120),
     ("compiled code", "around", "compiled", 240),
     ("a fault that stays", "around", "fault", 120),
+    ("scripts without a line", "training", "scripts", 240),
 )
 # Less than this is no time for a check.
 FEWEST_S = 5.0

@@ -28,8 +28,7 @@ class Training:
         shapes = [torch.nn.Parameter(torch.zeros(elements, device=card.device)) for _ in range(num_tensors)]
         self.model = torch.nn.ParameterList(shapes)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
-        for parameter in self.model:
-            parameter.grad = torch.full_like(parameter, 0.5)
+        self._gradients = [torch.full_like(parameter, 0.5) for parameter in self.model]
         self.step_number = 0
         config = holdfast.Config(
             every="0", durable_every="0", runtime_dir=str(directory / "run"), linger_s=1.0, close_timeout_s=120.0
@@ -41,7 +40,10 @@ class Training:
         self.step()
 
     def step(self) -> None:
+        for parameter, gradient in zip(self.model, self._gradients, strict=True):
+            parameter.grad = gradient
         self.optimizer.step()
+        self.optimizer.zero_grad()  # as scripts do; a save looks at each gradient that stays
 
     def save(self) -> holdfast.SaveHandle:
         self.step_number += 1

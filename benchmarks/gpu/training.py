@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -117,6 +119,49 @@ def exact(card: Card) -> list[Figure]:
         Figure("ends_differ", float(back["digest"] != truth["digest"]), "runs", "<= 0"),
         Figure("resumed_at", float(back["start"]), "step", ">= 1"),
     ]
+
+
+SCRIPT = Path(__file__).with_name("script.py")
+
+
+def _script(card: Card, directory: Path, kind: str, kills: str, *, kept: bool) -> tuple[str, list[int]]:
+    """How the script ends, and the steps that it says it made, in order."""
+    run = [
+        "-m",
+        "holdfast.adapters.zero_lines.launcher",
+        "--standalone",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--every=1",
+    ]
+    run.append(f"--checkpoint-dir={directory / 'checkpoints'}")
+    command = [sys.executable, *(run if kept else []), str(SCRIPT), kind, kills, str(directory)]
+    environ = _environment(directory)
+    if card.is_simulated:  # nothing in the script loads it
+        environ["PYTHONPATH"] = os.pathsep.join([card.simulated.autoload_directory(), environ["PYTHONPATH"]])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environ)
+    ends = re.findall(r"script ends: (\w+)", done.stdout)
+    if done.returncode or not ends:
+        raise RuntimeError(f"{kind} ended with {done.returncode}: {done.stdout[-800:]}{done.stderr[-2500:]}")
+    return ends[0], [int(number) for number in re.findall(r"script makes step (\d+)", done.stdout)]
+
+
+def scripts(card: Card) -> list[Figure]:
+    """Scripts that know nothing of holdfast, killed twice and back, against themselves alone, bit for bit."""
+    figures = []
+    kinds = ["amp", "clip", "compile", "trainer"]
+    if card.is_simulated:
+        kinds = kinds[:2]
+    elif importlib.util.find_spec("transformers") is None:
+        kinds.remove("trainer")
+    for kind in kinds:
+        truth, _ = _script(card, card.directory / f"{kind}-truth", kind, "", kept=False)
+        end, steps = _script(card, card.directory / f"{kind}-hurt", kind, "9,18", kept=True)
+        figures += [
+            Figure(f"ends_differ:{kind}", float(end != truth), "runs", "<= 0"),
+            Figure(f"steps_made_again:{kind}", float(len(steps) - len(set(steps))), "steps", "<= 4"),
+        ]
+    return figures
 
 
 HOLDER = """

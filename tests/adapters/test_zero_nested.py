@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,32 @@ def test_weights_that_are_saved_before_the_loop_and_in_it_are_told(tmp_path: Pat
         watch.end()
     assert "best.pt' is written before the loop and in it" in warning if not loads else not warning
     assert "which the script may load" in reason if loads else not reason
+
+
+def test_a_file_that_a_step_makes_and_reads_itself_hands_nothing_on(tmp_path: Path) -> None:
+    """Temporary files and directories, and what a compiler keeps; a file that was there before is told."""
+    watch, path = FileWatch(str(tmp_path / "root")), tmp_path / "notes"
+    try:
+        path.write_text("of before")
+        watch.loop_begins()
+        with tempfile.TemporaryDirectory() as directory:
+            other = Path(directory) / "made"
+            other.write_text("1")
+            assert other.read_text() == "1"
+        with tempfile.NamedTemporaryFile("r+") as file:
+            file.write("2")
+            assert Path(file.name).read_text() == ""
+        compiler = {"__name__": "torch._inductor.codecache"}
+        exec(
+            "try: open(path)\nexcept OSError: pass\npath.write_text('code')",
+            compiler | {"path": tmp_path / "cached"},
+        )
+        assert watch.step_made() == ("", "")
+        path.write_text(path.read_text() + " and now")
+        reason, _ = watch.step_made()
+    finally:
+        watch.end()
+    assert "notes', a file, is read in the loop and then written" in reason
 
 
 @pytest.mark.usefixtures("runtime_dir")

@@ -28,6 +28,8 @@ import torch
 # So many files are looked at of one step, and of what was written before the loop.
 MAX_FILES = 64
 _CODE = (".py", ".pyc", ".so", ".pth")
+# Their caches hold code, which is the same whether a step is made once or twice.
+_COMPILERS = ("torch._inductor.", "torch._dynamo.pgo", "triton.")
 _WRITES = os.O_WRONLY | os.O_RDWR
 _Facts = tuple[int, int, int]
 
@@ -47,6 +49,7 @@ class FileWatch:
         self._began_ns = 0
         self._written: dict[str, None] = {}
         self._read: dict[str, _Facts] = {}
+        self._made = set[str]()  # written from their beginning in this step: who makes it again reads the same
         self._reason = ""
         self._told = False
         _Hook.watch(self)
@@ -55,6 +58,7 @@ class FileWatch:
         """Notes that the loop begins: what was written before is written again by a restart."""
         self._began_ns = time.time_ns()
         self._read.clear()
+        self._made.clear()
 
     def step_made(self) -> tuple[str, str]:
         """Returns why a restart would read something else, and what it would lose; empty if neither."""
@@ -64,6 +68,7 @@ class FileWatch:
                     f"{os.path.relpath(path)!r}, a file, is read in the loop and then written, and is in no version"
                 )
         self._read.clear()
+        self._made.clear()
         warning = ""
         for path in self._written if not self._told else ():
             facts = _facts(path)
@@ -86,19 +91,23 @@ class FileWatch:
     def saves(self, path: str) -> None:
         """A file is about to be written by `torch.save`."""
         self._saved.add(os.path.abspath(path))
-        self.opened(path, os.O_WRONLY)
+        self.opened(path, os.O_WRONLY | os.O_TRUNC)
 
     def opened(self, path: str, flags: int) -> None:
         """A file is about to be opened."""
         if self._owner != (os.getpid(), threading.get_ident()) or path.endswith(_CODE):
             return
         path = os.path.abspath(path)
-        if path.startswith(self._without) or _is_ours(sys._getframe(1)):
+        if path.startswith(self._without) or _is_none_of_the_scripts(sys._getframe(1)):
             return
         if flags & _WRITES:
             if not self._began_ns and len(self._written) < MAX_FILES and not path.startswith(("/dev/", "/proc/")):
                 self._written[path] = None
-        elif self._began_ns and path not in self._read and len(self._read) < MAX_FILES:
+            if flags & (os.O_TRUNC | os.O_EXCL):
+                self._made.add(path)
+        elif self._began_ns and path not in self._read and path not in self._made and len(self._read) < MAX_FILES:
+            if os.path.isdir(path):  # on its way out
+                return
             facts = _facts(path)
             if path in self._written and facts[0] > self._began_ns:
                 self._reason = self._reason or _anew(path, "and read")
@@ -151,13 +160,15 @@ def _anew(path: str, why: str) -> str:
     return f"{os.path.relpath(path)!r}, a file, is written before the loop and in it, {why}: a restart writes it anew"
 
 
-def _is_ours(frame: FrameType | None) -> bool:
-    """Tell whether a file is opened for holdfast: on the way up to the script there is a frame of it."""
+def _is_none_of_the_scripts(frame: FrameType | None) -> bool:
+    """Tell whether a file is opened for holdfast or for a compiler: on the way up to the script there is a frame of it."""
     seen = False
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name == "__main__":
             return False
+        if name.startswith(_COMPILERS):
+            return True
         if name.startswith("holdfast."):
             if seen or name != __name__:
                 return True
