@@ -150,7 +150,8 @@ class Keeping:
         self._take_hold(trainer.fit_loop)
 
     def _later_than(self, trainer: Any, path: Any) -> Version | None:
-        """Returns what goes before a path that `fit` was given: the same or a later step that this run has saved here itself.
+        """Returns what goes before a path that `fit` was given: the same or a later step that this run has saved here itself, or one hardly
+        earlier.
 
         A script gives the same path at each restart. Where nobody started the run anew, only the launcher its workers, it is what
         the path would have become. Then Lightning loads nothing behind us.
@@ -166,8 +167,8 @@ class Keeping:
             return None
         version, launch = found
         is_ours = settings.is_restart() and launch == settings.launch()
-        # Ours of the same step was saved behind Lightning's own, and behind what callbacks did after that. That of this step, or of
-        # the one before, may not be whole when Lightning's own is; an earlier one of ours goes on bit for bit.
+        # Ours of the same step was saved behind Lightning's own, and behind what callbacks did after that. It may not be whole when
+        # Lightning's own is; one of ours of before goes on bit for bit.
         if version.step + 1 < told - _BEHIND * is_ours or (version.step + 1 == told and not is_ours):
             return None
         if not is_ours:
