@@ -7,7 +7,6 @@ a worker may still have items to load when it is asked. What it says lies in mem
 
 from __future__ import annotations
 
-import marshal
 import mmap
 import os
 import random
@@ -152,11 +151,7 @@ class Noting:
         """Returns a number that is the same in every process; that of a large value only when it is another one."""
         known = self._digests.get(path)
         if known is None or known[0] != value:
-            try:
-                data = marshal.dumps(value, 0)  # by value alone
-            except ValueError:
-                data = repr(value).encode()
-            known = self._digests[path] = (value, xxhash.xxh3_64_intdigest(data))
+            known = self._digests[path] = (value, xxhash.xxh3_64_intdigest(repr(value).encode()))
         return known[1]
 
 
