@@ -138,16 +138,14 @@ def test_ranks_that_meet_in_a_file_outlive_one_kill(how: tuple[str, ...], tmp_pa
     assert ("stands in a wait" in done.stderr) == bool(how)
 
 
-def test_all_ranks_of_a_job_meet_at_its_store_and_others_in_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_of_a_job_meet_at_its_store_and_others_in_their_file() -> None:
     asked: list[str] = []
 
     def handler(url: str, **_: object) -> Iterator[tuple[HashStore, int, int]]:
         asked.append(url)
         yield HashStore(), 1, 2
 
-    meet = interruptible_store._met(handler, handler)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    meet = interruptible_store._met(handler, handler, lambda: {"RANK": "1", "WORLD_SIZE": "2"})
     (store, *place), = meet("file:///a/b?rank=1&world_size=2")  # fmt: skip
     assert (type(store), place) == (PrefixStore, [1, 2])
     list(meet("file:///a/b?rank=1&world_size=3"))

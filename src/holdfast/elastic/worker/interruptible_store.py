@@ -14,10 +14,9 @@ Used by `elastic.worker.worker_main`.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -28,14 +27,18 @@ from torch.distributed.rendezvous import rendezvous
 _torch: Any = sys.modules[rendezvous.__module__]
 
 
-def install() -> None:
-    """Let the main thread be interrupted, from now on, while it reaches for a store. Once per process."""
+def install(environment: Callable[[], Mapping[str, str]]) -> None:
+    """Let the main thread be interrupted, from now on, while it reaches for a store. Once per process.
+
+    Args:
+        environment: returns that of the order which runs.
+    """
     reach = getattr(_torch, "_create_c10d_store", None)
     if reach is not None:  # else this torch reaches elsewhere; who is stuck there is killed by the agent
         _torch._create_c10d_store = _beside(reach)
     handlers = getattr(_torch, "_rendezvous_handlers", {})
     if "file" in handlers and "env" in handlers:
-        handlers["file"] = _met(handlers["file"], handlers["env"])
+        handlers["file"] = _met(handlers["file"], handlers["env"], environment)
 
 
 def _beside(reach: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,14 +65,16 @@ def _beside(reach: Callable[..., Any]) -> Callable[..., Any]:
     return reaching
 
 
-def _met(file: Callable[..., Iterator[Any]], env: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+def _met(
+    file: Callable[..., Iterator[Any]], env: Callable[..., Iterator[Any]], environment: Callable[[], Mapping[str, str]]
+) -> Callable[..., Iterator[Any]]:
     """Return torch's handler of files, but for all ranks of a job: those get what that of `env://` gives."""
 
     @functools.wraps(file)
     def meeting(url: str, **kwargs: Any) -> Iterator[Any]:
-        parts = urlsplit(url)
+        parts, order = urlsplit(url), environment()
         asked = parse_qs(parts.query)
-        if any(asked.get(name) != [os.environ.get(name.upper())] for name in ("rank", "world_size")):
+        if any(asked.get(name) != [order.get(name.upper())] for name in ("rank", "world_size")):
             yield from file(url, **kwargs)
             return
         for store, rank, size in env(f"env://?{parts.query}", **kwargs):
