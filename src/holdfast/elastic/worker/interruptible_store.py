@@ -22,7 +22,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
