@@ -1030,6 +1030,34 @@ def an_optimizers_state_that_is_written_past_torchs_counts_gives_the_version_up(
     written_past_counts(decay, "state")
 
 
+class Waits:
+    """The pace of a pipeline that has waits, of which none comes."""
+
+    has_waits, device_rate, patience_s = True, 2.0 * MIB, 0.2
+
+    def beside(self, _: Any) -> int:
+        return 0
+
+    def begin(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    turn = hurry = copied = queued = begin
+
+
+@case
+def weights_are_looked_at_in_the_waits_of_a_pipeline() -> None:
+    each_alone()
+    save = memory_saver.Saver._save
+
+    def paced(self: Any, *words: Any, **options: Any) -> None:
+        self.fence.pace = Waits()
+        save(self, *words, **options)
+
+    memory_saver.Saver._save = paced  # type: ignore[method-assign]
+    written_past_counts(lambda _: None, "nothing", is_found=False)
+    written_past_counts(clamp_all, "all")
+
+
 @case
 def a_full_device_holds_its_streams_until_all_is_copied() -> None:
     """It has no memory to look at what is written, which comes behind the copy instead."""

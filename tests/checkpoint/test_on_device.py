@@ -62,6 +62,7 @@ ALONE = {
     "weights_that_are_written_beside_a_copy_give_the_version_up": False,
     "weights_that_are_written_past_torchs_counts_give_the_version_up": False,
     "an_optimizers_state_that_is_written_past_torchs_counts_gives_the_version_up": False,
+    "weights_are_looked_at_in_the_waits_of_a_pipeline": True,
     "a_full_device_holds_its_streams_until_all_is_copied": False,
     "a_device_far_behind_its_host_gives_no_version_up": True,
     "a_save_is_not_given_up_for_want_of_a_slot_before_its_device_came_to_it": False,

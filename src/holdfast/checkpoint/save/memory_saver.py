@@ -635,7 +635,7 @@ class Saver:
         return late.batches(most)
 
     def _spots_of(self, taken: _Taken, view: SlotView, late: Copies) -> tuple[DeviceCheck | None, Pairs | None]:
-        """What devices are to be compared by, and what is to be copied for that; None: nothing can tell whether they were written."""
+        """Queues a look at late parts on devices: how they are compared later, and copies for that, None if nobody can look."""
         if not late.device_targets or not self._streams.is_late(late.device_targets[0]):
             return None, ()  # what no driver registers is copied in the call
         check = self._checks.on_devices(taken.split, view.plan, late)
