@@ -355,7 +355,7 @@ def two_threads_never_fill_one_block() -> None:
 
 @bug
 def threads_queue_at_once() -> None:
-    SideStreams.queue = lambda self, targets, sources, blocks=None: self._queue(targets, sources, blocks)  # type: ignore[method-assign]
+    SideStreams.queue = lambda self, to, of, blocks=None, *, spots=(): self._queue(to, of, blocks, spots)  # type: ignore[method-assign]
 
 
 @case
@@ -1142,6 +1142,7 @@ def only_the_first_step_comes_behind_a_copy() -> None:
         return held
 
     Fence._hold = once  # type: ignore[method-assign]
+    nobody_looks_at_devices()
 
 
 @bug
@@ -1153,6 +1154,7 @@ def a_settled_copy_is_awaited_by_streams_alone() -> None:
             wait(self, job, *words, **options)
 
     Fence._wait = by_streams  # type: ignore[method-assign, assignment]
+    nobody_looks_at_devices()
 
 
 class HostMomentum(torch.optim.SGD):
