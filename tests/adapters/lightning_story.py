@@ -16,12 +16,14 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -77,6 +79,25 @@ PLANS: dict[str, dict[str, Any]] = {
     "reloads": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
     "best": {"max_epochs": 3, "accumulate_grad_batches": 4, "val_check_interval": 2},
     "endless": {"max_epochs": 3, "limit_train_batches": 6, "limit_val_batches": 0},
+    # Loaders that say no place.
+    "plain": {"max_epochs": 3, "val_check_interval": 5},
+    "plain in order": {"max_epochs": 2, "val_check_interval": 5, "precision": "bf16-mixed"},
+    "plain limit": {"max_epochs": 3, "limit_train_batches": 10, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
+    "plain augmented": {"max_epochs": 2, "val_check_interval": 5},
+    "plain workers": {"max_epochs": 3, "val_check_interval": 5},
+    "plain stays": {"max_epochs": 3, "val_check_interval": 5},
+    "plain validation stays": {"max_epochs": 3, "val_check_interval": 5},
+    "plain validation own": {"max_epochs": 3, "val_check_interval": 5},
+    "plain weighted": {"max_epochs": 3, "val_check_interval": 5, "use_distributed_sampler": True},
+    "plain shared": {"max_epochs": 3, "val_check_interval": 5, "use_distributed_sampler": True},
+    "plain stream": {"max_epochs": 3, "val_check_interval": 5},
+    "plain stream of workers": {"max_epochs": 3, "val_check_interval": 5},
+    "plain pair": {"max_epochs": 3, "val_check_interval": 5},
+    "plain manual": {"max_epochs": 3, "val_check_interval": 5},
+    "plain job": {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 5},
+    "plain reloads": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
+    "plain cuts": {"max_epochs": 3, "val_check_interval": 4},
+    "plain steps": {"max_steps": 17, "max_epochs": -1, "val_check_interval": 4, "check_val_every_n_epoch": None},
 }
 
 
@@ -99,6 +120,46 @@ class Stream(torch.utils.data.IterableDataset):
         self.place, self.epoch = state["place"], state["epoch"]
 
 
+class Drawn(torch.utils.data.IterableDataset):
+    """Rows in an order that is drawn at the beginning of each epoch; each worker has its part of them. Nothing knows where it is."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order, worker = torch.randperm(len(self.rows)), torch.utils.data.get_worker_info()
+        yield from self.rows[order[worker.id :: worker.num_workers] if worker else order]
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Rows with noise, drawn when they are loaded."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index] + torch.rand(()) + random.random() + np.random.rand()  # noqa: NPY002 - as augmentations draw
+
+
+def plain(plan: str, rows: torch.Tensor) -> Any:
+    """Loaders that say no place."""
+    loader, kind = torch.utils.data.DataLoader, plan.partition(" ")[2]
+    if kind in ("stream", "stream of workers"):
+        return loader(Drawn(rows), batch_size=BATCH, num_workers=2 * ("workers" in kind))
+    if kind == "weighted":
+        weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(8))
+        return loader(rows, batch_size=BATCH, sampler=torch.utils.data.WeightedRandomSampler(weights.tolist(), ROWS))
+    if kind == "pair":  # the second is gone over twice, and a part
+        return [loader(part, batch_size=BATCH, shuffle=True) for part in (rows, rows[: 2 * ROWS // 5])]
+    if kind in ("augmented", "workers"):
+        return loader(Augmented(rows), batch_size=BATCH, shuffle=True, num_workers=2 * (kind == "workers"))
+    stays = kind == "stays"
+    return loader(rows, BATCH, shuffle=kind != "in order", num_workers=2 * stays, persistent_workers=stays)
+
+
 class Data(LightningDataModule):
     def __init__(self, plan: str, rank: int) -> None:
         super().__init__()
@@ -106,6 +167,10 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1 + self.rank))
+        if self.plan == "plain reloads":
+            rows = rows + self.trainer.current_epoch
+        if self.plan.startswith("plain"):
+            return plain(self.plan, rows)
         if self.plan == "iterable":
             return StatefulDataLoader(Stream(rows), batch_size=BATCH)
         if self.plan == "endless":  # no position, but a generator of its own
@@ -126,7 +191,11 @@ class Data(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         rows = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(99))
-        return torch.utils.data.DataLoader(rows, batch_size=BATCH)
+        stays = self.plan == "plain validation stays"
+        own = torch.Generator().manual_seed(6) if self.plan == "plain validation own" else None
+        return torch.utils.data.DataLoader(
+            rows, batch_size=BATCH, num_workers=stays, persistent_workers=stays, shuffle=own is not None, generator=own
+        )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.asked += 1
@@ -154,7 +223,9 @@ class Model(LightningModule):
         self.error = torchmetrics.MeanSquaredError()
         self.seen, self.lr = 0.0, 1e-2
 
-    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+    def _loss(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, list):
+            batch = batch[0] + batch[1].mean()
         return (self.other(self.body(batch)) - batch.roll(1, 1)).square().mean()
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor | None:
@@ -178,7 +249,7 @@ class Model(LightningModule):
         return None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if self.plan == "cuts" and batch_idx == 7 and self.trainer.current_epoch % 2 == 0 else None
+        return -1 if "cuts" in self.plan and batch_idx == 7 and self.trainer.current_epoch % 2 == 0 else None
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.mean.lerp_(next(self.body.parameters()).detach(), 0.3)  # an average, of the weights behind each step
@@ -314,7 +385,7 @@ def callbacks_of(plan: str, options: argparse.Namespace) -> list[Any]:
         return [ModelCheckpoint(options.facts.with_suffix(".own"), every_n_train_steps=4, save_last=True)]
     if plan == "saves":
         return [ModelCheckpoint(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)]
-    if plan == "job":
+    if plan in ("job", "plain job"):
         best = Saves(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)
         return [EarlyStopping("val", patience=9), best, EMAWeightAveraging(), LearningRateMonitor()]
     if plan == "best":  # in a directory that the logger names, anew at each start
@@ -348,6 +419,8 @@ def live(words: list[str]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
     rank = int(os.environ.get("RANK", "0")) if options.ranks > 1 else 0
     STRIKE.aim(options.facts, rank, at=options.kill, of=options.of, term=options.term)
     model, data, counts = Model(options.plan), Data(options.plan, rank), Counts()
@@ -360,7 +433,7 @@ def live(words: list[str]) -> None:
     trainer = Trainer(
         accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto", logger=loggers,
         callbacks=callbacks, log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=options.plan in ("job", "saves", "seldom", "manual and seldom", "best"), default_root_dir=options.facts.parent,
+        enable_checkpointing=options.plan in ("job", "plain job", "saves", "seldom", "manual and seldom", "best"), default_root_dir=options.facts.parent,
         **settings,
     )  # fmt: skip
     trainer.fit(model, data, ckpt_path=options.resume)

@@ -45,10 +45,11 @@ MATRIX = {
     "own": "begin:3 begin:8 epoch:7 begin:9 val:14 epoch:14 end:14",
     "compiled": "begin:7 val:5 epoch:12 begin:13 end:24",
     "weighted": "begin:4 val:5 epoch:12 begin:14 begin:20 begin:30 end:36",
-    # Without a position of its own the data begins anew within an epoch: between two only.
-    "endless": "begin:8 begin:14 end:18",
+    "endless": "begin:3 begin:8 begin:14 end:18",
+    "plain": "begin:0 begin:4 val:5 batch:11 val:10 epoch:12 begin:12 begin:13 begin:20 val:29 begin:35 epoch:36 end:36",
+    "plain job": "begin:2 val:5 saved:5 begin:4 epoch:6 begin:6 begin:8 begin:12 end:18",
 }
-# One rank: callbacks that change the trainer or its optimizer by the number of the epoch, a generator of the loader's own, an order by the
+# One rank: loaders that say no place; callbacks that change the trainer or its optimizer by the number of the epoch, a generator of the loader's own, an order by the
 # number of the epoch, metrics, loaders that are made anew, the best so far in a directory of the logger's, a learning rate that is found before the first
 # step of each process.
 MORE = {
@@ -62,8 +63,22 @@ MORE = {
     "reloads": "begin:4 epoch:12 begin:12 begin:14 begin:24 begin:30",
     "best": "begin:1 begin:4 val:5 begin:5 begin:7 end:9",
     "finds": "begin:4 val:10 begin:14 end:24",
+    "plain in order": "begin:4 val:17 end:24",
+    "plain limit": "begin:2 begin:3 epoch:4 begin:7 begin:10 end:12",
+    "plain augmented": "begin:4 val:10 begin:14 begin:22",
+    "plain workers": "begin:4 val:5 batch:11 epoch:12 begin:14 begin:30",
+    "plain stays": "begin:4 begin:7 epoch:12 begin:14 begin:26 begin:30",
+    "plain validation stays": "begin:4 begin:7 val:10 epoch:12 begin:14",
+    "plain validation own": "begin:4 begin:7 epoch:12",
+    "plain weighted": "begin:4 begin:14",
+    "plain stream": "begin:1 begin:4 batch:11 epoch:12 begin:14 begin:30",
+    "plain stream of workers": "begin:4 epoch:12 begin:14 begin:22",
+    "plain pair": "begin:3 begin:6 begin:11 epoch:12 begin:14 begin:30",
+    "plain manual": "begin:3 begin:10 epoch:16 begin:20",
+    "plain reloads": "begin:4 begin:12 begin:14 begin:30",
+    "plain cuts": "begin:4 begin:7 begin:11 val:15 begin:21",
+    "plain steps": "begin:3 val:4 begin:5 epoch:12 begin:13 val:16 end:17",
 }
-ANYWHERE = {plan: moments for plan, moments in MATRIX.items() if plan != "endless"}
 OWN = "own"  # files that Lightning wrote: one that it had not told us of may be left
 
 # Of two ranks: before a validation, behind it, in what is done for an epoch; between a validation and Lightning's own save, in that, behind it.
@@ -79,11 +94,10 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
         yield made
 
 
-@pytest.mark.parametrize(("plan", "moment"), [*drawn(MATRIX, 8), *drawn(MORE, 0)])
+@pytest.mark.parametrize(("plan", "moment"), [*drawn(MATRIX, 8), *drawn(MORE, 2)])
 def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
-    between = ("--every", "6") if plan == "endless" else ()  # within an epoch its loader has no position
-    facts, told = lives.killed(plan, moment, *between)
-    assert facts["starts"][0] > 0, told
+    facts, told = lives.killed(plan, moment)
+    assert facts["starts"][0] > 0 or moment == "begin:0", told
     same(facts, lives.undisturbed(plan), more=OWN)
 
 
@@ -165,6 +179,12 @@ def test_of_two_ranks_killed_around_what_is_done_for_a_step_both_end_undisturbed
         ("weighted", "begin:6"),
         ("weighted", "begin:9"),
         ("manual norms", "begin:10"),
+        ("plain", "begin:4"),
+        ("plain", "begin:13"),
+        ("plain shared", "begin:6"),
+        ("plain shared", "begin:9"),
+        ("plain weighted", "begin:9"),
+        ("plain workers", "begin:14"),
     ],
 )
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
@@ -173,13 +193,13 @@ def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, mom
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", WHOM)
-@pytest.mark.parametrize("plan", ANYWHERE)
+@pytest.mark.parametrize("plan", MATRIX)
 def test_of_two_ranks_struck_at_a_drawn_moment_both_end_undisturbed(lives: Stories, plan: str, whom: str) -> None:
     both_end_undisturbed_at_a_drawn_moment(lives, plan, whom, more=OWN)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "moment"), drawn(ANYWHERE, 0))
+@pytest.mark.parametrize(("plan", "moment"), drawn(MATRIX, 0))
 def test_asked_to_stop_at_any_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
     ends_undisturbed_when_stopped(lives, plan, moment, more=OWN)
 

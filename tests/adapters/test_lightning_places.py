@@ -1,14 +1,19 @@
-"""A loader that says no place: a Lightning Trainer that is kept with it is told what a restart does, once."""
+"""Loaders of a Lightning Trainer: plain ones have a place, and what has none is told at the start, once. Nothing of Lightning is needed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from holdfast.adapters.lightning.loops import Place
+from holdfast.adapters.lightning.plain_loaders import PlainLoaders, doubts_of
+
+ROWS = 12
 
 
 class Placed(DataLoader[Any]):
@@ -19,12 +24,150 @@ class Placed(DataLoader[Any]):
         pass
 
 
-@pytest.mark.parametrize(("kind", "told"), [(DataLoader, 1), (Placed, 0)])
+class Own(DataLoader[Any]):
+    """One that makes its batches itself."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Rows that draw when they are loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> float:
+        self.loaded.append(index)
+        return index + torch.rand(()).item()
+
+
+class StepByStep(Sampler[int]):
+    """Draws each index when it is asked for it."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(ROWS):
+            yield int(torch.randint(ROWS, ()))
+
+
+class Buffer(IterableDataset[Any]):
+    """Draws each row when it is asked for it."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from StepByStep()
+
+
+def counted(*loaders: Any) -> PlainLoaders:
+    made = PlainLoaders()
+    made.count(loaders, tells=True)
+    return made
+
+
+@pytest.mark.parametrize(("kind", "told"), [(DataLoader, 0), (Placed, 0), (Own, 1)])
 def test_a_loader_without_a_place_is_told_of_once(kind: Any, told: int, caplog: pytest.LogCaptureFixture) -> None:
     place: Any = Place.__new__(Place)
     place._told, place._trainer = False, SimpleNamespace(is_global_zero=True)
-    place._fit = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[kind([1, 2])]), _data_fetcher=None)
+    combined = SimpleNamespace(flattened=[kind([1, 2])], _mode="max_size_cycle")
+    place._fit = SimpleNamespace(_combined_loader=combined, _data_fetcher=None)
     place._note()
     place._note()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * told
     assert all("a restart within an epoch begins its data anew" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("number", "mode", "has_length", "takes_itself", "told"),
+    [
+        (1, "max_size_cycle", True, False, ""),
+        (1, "max_size_cycle", False, False, ""),
+        (2, "max_size_cycle", True, False, ""),
+        (2, "min_size", True, False, ""),
+        (2, "max_size_cycle", False, False, "nobody knows how long"),
+        (2, "max_size", True, False, "the mode is max_size"),
+        (1, "max_size_cycle", True, True, "dataloader_iter"),
+    ],
+)
+def test_ways_to_go_over_loaders_that_have_no_place_are_told_of(
+    number: int, mode: str, has_length: bool, takes_itself: bool, told: str
+) -> None:
+    loaders = [DataLoader([1, 2]) for _ in range(number)]
+    doubts = doubts_of(loaders, mode, has_length=has_length, takes_itself=takes_itself)
+    assert len(doubts) == bool(told)
+    assert all(told in doubt for doubt in doubts)
+
+
+def test_one_loader_that_is_given_twice_is_told_of() -> None:
+    loader = DataLoader([1, 2])
+    (doubt,) = doubts_of([loader, loader], "max_size_cycle", has_length=True, takes_itself=False)
+    assert "given twice" in doubt
+
+
+@pytest.mark.parametrize("had", [1, 3, 5])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_loader_goes_on_at_its_place(had: int, workers: int) -> None:
+    """Workers load again what was had, so that they have drawn it; without workers nothing is loaded again."""
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=workers)
+
+    torch.manual_seed(1)
+    first = loader()
+    places = counted(first)
+    iterator = iter(first)
+    torch.rand(5)  # a hook between the beginning of the data and the first batch
+    for _ in range(had):
+        next(iterator)
+        torch.rand(3)  # a step
+    saved, random = places.state_dict(), torch.get_rng_state()
+    rest = [batch.tolist() for batch in iterator]
+    torch.manual_seed(2)
+    again = loader()
+    counted(again).load_state_dict(saved)
+    iterator = iter(again)
+    torch.set_rng_state(random)
+    assert [batch.tolist() for batch in iterator] == rest
+    assert workers or len(again.dataset.loaded) == ROWS - 2 * had  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("loader", "told"),
+    [
+        (DataLoader(range(ROWS), shuffle=True), ""),
+        (DataLoader(range(ROWS), sampler=torch.utils.data.WeightedRandomSampler([1.0] * ROWS, ROWS)), ""),
+        (DataLoader(Noisy()), ""),
+        (DataLoader(range(ROWS), sampler=StepByStep()), "the order of its batches is drawn step by step"),
+        (DataLoader(Buffer()), "the items of its dataset are drawn step by step"),
+    ],
+    ids=["shuffled", "weighted", "noisy", "sampler", "stream"],
+)
+def test_what_is_drawn_step_by_step_is_told_of_once(loader: Any, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    counted(loader)
+    for _ in range(2):
+        assert len(list(loader)) == ROWS
+    assert [told in record.message for record in caplog.records] == [True] * bool(told)
+
+
+def test_a_loader_that_is_let_go_is_as_it_was() -> None:
+    loader = DataLoader(range(ROWS), batch_size=2)
+    before = set(vars(loader))
+    places = counted(loader)
+    next(iter(loader))
+    saved = places.state_dict()
+    places.load_state_dict(saved)
+    places.let_go()
+    assert set(vars(loader)) == before
+    assert len(list(loader)) == ROWS // 2
+
+
+def test_a_version_of_other_loaders_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    places = counted(DataLoader(range(ROWS)))
+    places.load_state_dict([])
+    assert [
+        record.message.startswith("a restart within an epoch begins its data anew") for record in caplog.records
+    ] == [True]

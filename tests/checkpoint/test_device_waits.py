@@ -56,6 +56,11 @@ def test_close_and_an_exception_leave_a_device_that_hangs(tmp_path: Path, runtim
     check(tried(tmp_path, "pinned", "hang", *(f"close@{moment}" for moment in moments), "leave@in_an_update"))
 
 
+def test_a_save_on_a_device_that_failed_is_given_up_and_raises_nothing(tmp_path: Path, runtime_dir: Path) -> None:
+    rows = tried(tmp_path, "registered", "fault", "save@at_rest", "step@before_a_copy")
+    assert [row["raised"] for row in rows] == ["", ""]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "how"), MATRIX)
 def test_every_call_ends_at_every_moment(kind: str, how: str, tmp_path: Path, runtime_dir: Path) -> None:

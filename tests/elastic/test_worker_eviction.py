@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,9 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
 
+import forked
 from holdfast.elastic.launch import worker_eviction
 from holdfast.elastic.processes.worker_processes import WorkerSlot, WorkerStatus
+from holdfast.elastic.worker import interruptible_store
 from holdfast.elastic.worker.agent_channel import AgentChannel
 from launch_kit import Job, wait_for
 
@@ -110,12 +115,49 @@ def test_a_process_that_never_began_may_import_for_long(worker_slot_of: Callable
     assert look(worker_slot, worker_eviction.START_S, worker_eviction.START_S + 1) is not None
 
 
+def test_who_was_killed_for_standing_still_is_told_from_who_died(worker_slot_of: Callable[[str], WorkerSlot]) -> None:
+    worker_slot = worker_slot_of(SLEEPS)
+    worker_slot.proc.returncode = -signal.SIGKILL
+    assert not worker_eviction.was_evicted(worker_slot), "somebody else killed it"
+    worker_slot.num_still = worker_eviction.STILL_CUTS
+    assert worker_eviction.was_evicted(worker_slot)
+    worker_slot.proc.returncode = None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("wait",)], ids=["met", "waits"])
+def test_ranks_that_meet_in_a_file_outlive_one_kill(how: tuple[str, ...], tmp_path: Path, runtime_dir: Path) -> None:
+    """Nothing wakes who waits in a store that is a file: its own end is no second failure, and nobody else is ordered anew."""
+    script = Path(__file__).with_name("file_store_worker.py")
+    command = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--standalone", "--nproc-per-node=2"]
+    done = forked.run([*command, "--max-restarts=1", str(script), str(tmp_path), *how], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(re.findall(r"rank \d ends, recoveries \d", done.stdout)) == [
+        "rank 0 ends, recoveries 1", "rank 1 ends, recoveries 1",
+    ]  # fmt: skip
+    assert ("stands in a wait" in done.stderr) == bool(how)
+
+
+def test_all_ranks_of_a_job_meet_at_its_store_and_others_in_their_file() -> None:
+    asked: list[str] = []
+
+    def handler(url: str, **_: object) -> Iterator[tuple[HashStore, int, int]]:
+        asked.append(url)
+        yield HashStore(), 1, 2
+
+    meet = interruptible_store._met(handler, handler, lambda: {"RANK": "1", "WORLD_SIZE": "2"})
+    (store, *place), = meet("file:///a/b?rank=1&world_size=2")  # fmt: skip
+    assert (type(store), place) == (PrefixStore, [1, 2])
+    list(meet("file:///a/b?rank=1&world_size=3"))
+    assert asked == ["env://?rank=1&world_size=2", "file:///a/b?rank=1&world_size=3"]
+
+
 @pytest.mark.slow
 def test_a_peer_that_dies_in_the_middle_of_a_message_costs_seconds(tmp_path: Path, runtime_dir: Path) -> None:
     """Gloo tells nobody who waits for a message of which a part has come: that process is replaced too."""
     job = Job(tmp_path, script=str(Path(__file__).with_name("message_worker.py")))
     try:
-        launcher = job.launch("--standalone", "--nproc-per-node=2", "--max-restarts=5")
+        launcher = job.launch("--standalone", "--nproc-per-node=2", "--max-restarts=1")
         wait_for((tmp_path / "killed").exists, "the end of the sender", job.logs)
         job.recovered(2, 1)
         job.stop()

@@ -24,7 +24,7 @@ COUNTERS = {
     "copy_seconds": "Time in which a trainer copied state into its slot beside the training step.",
     "copy_seconds_in_waits": "The part of copy_seconds that fell into waits of a pipeline.",
     "saves_left_out": "Saves that were due and found no slot in time.",
-    "fence_wait_seconds": "Time in which optimizer steps waited for a copy to end.",
+    "fence_wait_seconds": "Time in which optimizer steps waited for a copy to end, or for a device before what it copied is compared.",
     "hash_kept_bytes": "State that did not change, and was in memory with its digests instead of being hashed again.",
     "hashed_bytes": "State that was hashed after a save to memory.",
     "late_copied_bytes": "State that was copied after a call to save had returned.",

@@ -7,8 +7,8 @@ that Lightning does for an optimizer step, wherever the callback stands in the l
 schedulers; behind the last batch of an epoch also what is done for the epoch. What is kept: model, optimizers, schedulers,
 where the loops are (`adapters.lightning.loops`) with the position of resumable data loaders
 (`torchdata.stateful_dataloader.StatefulDataLoader`), what callbacks, hooks and data module put into Lightning's own checkpoints
-(`adapters.lightning.hooks`), random numbers. With a data loader that cannot
-tell its position, an epoch that was broken off begins its data anew, as Lightning itself warns.
+(`adapters.lightning.hooks`), random numbers. Plain data loaders are counted (`adapters.lightning.plain_loaders`). Where a loader has
+no position at all, an epoch that was broken off begins its data anew, which is said when the training begins.
 
 Lightning calls a `CheckpointIO` on rank 0 only, with everything gathered there; who stays with it: `adapters.lightning.checkpoint_io`.
 Lightning's own checkpoints go on as they are set; holdfast needs none of them, so
@@ -23,6 +23,7 @@ import operator
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -198,8 +199,10 @@ class Keeping:
         self._wrap("_load_combined_loader_states", self._data_is_made)
         self._wrap("on_run_start", self._run_starts)
         self._wrap("on_advance_end", self._epoch_ends)
+        self._wrap("epoch_loop.reset", self._resets)
         self._wrap("epoch_loop.on_run_start", self._data_begins)
         self._wrap("epoch_loop.on_advance_end", self._batch_ends)
+        self._wrap("epoch_loop.val_loop.reset", self._validation_begins)
 
     def _wrap(self, name: str, does: Callable[..., Any]) -> None:
         owner = operator.attrgetter(name.rpartition(".")[0])(self._fit) if "." in name else self._fit
@@ -211,6 +214,8 @@ class Keeping:
         for name in self._wrapped:
             owner = operator.attrgetter(name.rpartition(".")[0])(self._fit) if "." in name else self._fit
             delattr(owner, name.rpartition(".")[2])
+        if self._place is not None:
+            self._place.let_go()
         if self._connector is not None:
             del self._connector._restore_modules_and_callbacks
         self._wrapped, self._fit, self._place, self._connector = [], None, None, None
@@ -255,6 +260,12 @@ class Keeping:
                 self._place.run_starts()
             ProcessRandomness().load_state_dict(self._random)
 
+    def _resets(self, reset: Callable[[], None]) -> None:
+        """Lightning warns here of loaders that say no place; what is true of that we have told."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*your dataloader is not resumable")
+            reset()
+
     def _data_begins(self, begin: Callable[[Any], None], fetcher: Any) -> None:
         random, self._random = self._random, None
         if self._place is None:
@@ -262,6 +273,11 @@ class Keeping:
             return
         with self._place.data_begins(random):
             begin(fetcher)
+
+    def _validation_begins(self, reset: Callable[[], None]) -> None:
+        if self._place is not None:
+            self._place.validation_begins()
+        reset()
 
     def _batch_ends(self, end: Callable[..., None], *args: Any) -> None:
         """Validation and schedulers are through. What ends an epoch's data is told with the epoch."""

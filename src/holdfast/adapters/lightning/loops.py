@@ -23,10 +23,11 @@ import torch.utils.data
 
 from holdfast.adapters.lightning.logged import Resumed, metrics_of, put_back, resume_sums, sums_of
 from holdfast.adapters.lightning.orders import Order, orders_of, samplers_of, shared_out
+from holdfast.adapters.lightning.plain_loaders import PlainLoaders, doubts_of
 from holdfast.base import config as settings
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.trained_parameters import Trained
-from holdfast.checkpoint.state.stateful import is_stateful
+from holdfast.checkpoint.state.dataloader import is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ class Place:
         self._reloads: tuple[float, float] | None = None  # epochs in which loaders were made anew
         self._begun_with: Any = None
         self._orders: list[Order] = []
+        self._plain = PlainLoaders()
+        self._places: list[dict[str, Any]] = []  # where they were
+        self._validated: dict[str, Any] = {}  # with which loaders, in the run that saved
         self._drawn: list[dict[str, Any]] = []
         self._within = False
         self._stepped = 0  # what the log counts steps by
@@ -62,15 +66,20 @@ class Place:
     def state_dict(self) -> dict[str, Any]:
         """The loops as Lightning has them in its own checkpoints, and what these leave out."""
         loops = dict(self._fit.state_dict())
-        fetcher = self._fit._data_fetcher
-        ahead = getattr(fetcher, "batches", None) and isinstance(fetcher.iterator, _Noted)
-        if ahead and fetcher.iterator.before and "combined_loader" in loops["state_dict"]:
-            loops["state_dict"] = {**loops["state_dict"], "combined_loader": fetcher.iterator.before}
+        fetcher, progress = self._fit._data_fetcher, self._fit.epoch_progress.current
+        places = self._plain.state_dict() if progress.completed != progress.ready else []
+        if getattr(fetcher, "batches", None) and isinstance(fetcher.iterator, _Noted) and fetcher.iterator.before:
+            before, places_before = fetcher.iterator.before
+            places = places_before if places else []
+            if before and "combined_loader" in loops["state_dict"]:
+                loops["state_dict"] = {**loops["state_dict"], "combined_loader": before}
         connector = self._trainer._logger_connector
         return {
             "loops": loops,
             "orders": [order.drawn for order in self._orders],
-            "generators": [generator.get_state() for generator in _generators(self._fit)],
+            "places": places,
+            "generators": [generator.get_state() for generator in _generators(self._fit._combined_loader)],
+            "validation": self._validation(),
             "logged": {name: dict(getattr(connector, name, {})) for name in _LAST_LOGGED},
             "sums": sums_of(self._fit.epoch_loop._results),
             "metrics": metrics_of(self._trainer.lightning_module),
@@ -94,7 +103,8 @@ class Place:
         progress = self._fit.epoch_progress.current
         self._within = progress.completed != progress.ready
         self._generators, self._reloads = state["generators"], state.get("reloads")
-        self._drawn = state.get("orders") or []
+        self._drawn, self._places = state.get("orders") or [], state.get("places") or []
+        self._validated = state.get("validation") or {}
         self._trainer.should_stop = state["should_stop"]
         connector = self._trainer._logger_connector
         for name, logged in state["logged"].items():
@@ -167,30 +177,34 @@ class Place:
         """
         loaders = self._fit._combined_loader.flattened
         self._orders = orders_of(loaders)
+        self._plain.count(loaders, tells=self._trainer.is_global_zero)
         if self._within and self._begun_with is None:
             self._draw_again()
             for loader in loaders:
                 for sampler in samplers_of(loader):
                     if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                         set_epoch(self._fit.epoch_progress.current.processed)
+            self._plain.load_state_dict(self._places)
+
+    def let_go(self) -> None:
+        """The training is over: loaders are as they were."""
+        self._plain.let_go()
 
     def _tell_of_workers(self) -> None:
         for loader in self._fit._combined_loader.flattened:
-            if getattr(loader, "num_workers", 0) and (self._within or getattr(loader, "persistent_workers", False)):
+            within = self._within and not is_plain(loader)  # a plain one loads again what was had
+            if getattr(loader, "num_workers", 0) and (within or getattr(loader, "persistent_workers", False)):
                 logger.warning("workers load the data, and what they draw by themselves (augmentations) they draw anew")
 
     def _tell_of_places(self) -> None:
-        """Warns once of loaders that say no place: behind a restart within an epoch its data begins anew."""
+        """Warns once of what a restart within an epoch would take otherwise."""
         if self._told or not self._trainer.is_global_zero:
             return
         self._told = True
-        for loader in self._fit._combined_loader.flattened:
-            if not is_stateful(loader):
-                logger.warning(
-                    "a restart within an epoch begins its data anew, and trains on other batches: a %s says no place; "
-                    "torchdata.stateful_dataloader.StatefulDataLoader does",
-                    type(loader).__name__,
-                )
+        combined, fetcher = self._fit._combined_loader, self._fit._data_fetcher
+        has_length, takes_itself = getattr(fetcher, "length", None) is not None, hasattr(fetcher, "iterator_wrapper")
+        for doubt in doubts_of(combined.flattened, combined._mode, has_length=has_length, takes_itself=takes_itself):
+            logger.warning("%s", doubt)
 
     def _draw_again(self) -> None:
         for order, drawn in zip(self._orders, self._drawn, strict=False):
@@ -201,8 +215,28 @@ class Place:
             order.again = None
 
     def _set_generators(self) -> None:
-        for generator, state in zip(_generators(self._fit), self._generators, strict=False):
+        for generator, state in zip(_generators(self._fit._combined_loader), self._generators, strict=False):
             generator.set_state(state)
+
+    def _validation(self) -> dict[str, Any]:
+        """Return which loaders of the validation have workers that stay, made already, and where their generators are."""
+        combined = self._fit.epoch_loop.val_loop._combined_loader
+        loaders = combined.flattened if combined is not None else ()
+        stay = [getattr(loader, "persistent_workers", False) and loader._iterator is not None for loader in loaders]
+        return {"stay": stay, "generators": [generator.get_state() for generator in _generators(combined)]}
+
+    def validation_begins(self) -> None:
+        """Before the first one of a run that goes on: workers that stayed are made, which draws a number, and generators go on."""
+        validated, self._validated = self._validated, {}
+        if not validated:
+            return
+        combined, now = self._fit.epoch_loop.val_loop._combined_loader, ProcessRandomness().state_dict()
+        for loader, stays in zip(combined.flattened, validated["stay"], strict=False):
+            if stays and getattr(loader, "persistent_workers", False) and loader._iterator is None:
+                iter(loader)
+        for generator, state in zip(_generators(combined), validated["generators"], strict=False):
+            generator.set_state(state)
+        ProcessRandomness().load_state_dict(now)
 
     def run_starts(self) -> None:
         """Hooks of the beginning are through: an epoch that goes on has what is set up when an epoch starts.
@@ -253,7 +287,7 @@ class Place:
         self._tell_of_places()
         fetcher = self._fit._data_fetcher
         if getattr(fetcher, "batches", None) is not None and fetcher.length is None:
-            fetcher.iterator = _Noted(fetcher.iterator)
+            fetcher.iterator = _Noted(fetcher.iterator, self._plain)
 
 
 class _Noted:
@@ -261,24 +295,29 @@ class _Noted:
 
     Args:
         combined: Lightning's `CombinedLoader`, which is its own iterator.
+        plain: those of its loaders that say no place.
     """
 
-    def __init__(self, combined: Any) -> None:
-        self._combined = combined
-        self.before: list[Any] = []
+    def __init__(self, combined: Any, plain: PlainLoaders) -> None:
+        self._combined, self._plain = combined, plain
+        self.before: tuple[list[Any], list[Any]] | None = None
 
     def __iter__(self) -> _Noted:
         return self
 
     def __next__(self) -> Any:
-        self.before = self._combined._state_dicts()
+        self.before = self._combined._state_dicts(), self._plain.state_dict()
         return next(self._combined)
 
 
-def _generators(fit: Any) -> list[torch.Generator]:
-    """Returns the generators that the loaders of a fit, or their samplers, have for themselves; each once."""
+def _generators(combined: Any) -> list[torch.Generator]:
+    """Returns the generators that loaders, or their samplers, have for themselves; each once.
+
+    Args:
+        combined: Lightning's `CombinedLoader` of them; None if it is not made.
+    """
     found: dict[int, torch.Generator] = {}
-    for loader in fit._combined_loader.flattened if fit._combined_loader is not None else ():
+    for loader in combined.flattened if combined is not None else ():
         for owner in (loader, *samplers_of(loader), shared_out(loader)):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):

@@ -396,10 +396,12 @@ class Fence:
         if reason := job.written():
             job.stop(reason)
 
-    @staticmethod
-    def _compare(job: LateCopyJob, at_fence: Callable[[bool], None], who: Who, behind_s: float) -> None:
+    def _compare(self, job: LateCopyJob, at_fence: Callable[[bool], None], who: Who, behind_s: float) -> None:
         """Compare what was read behind all that is queued, and a device may hang there: then it is not compared."""
-        if accelerator.caught_up(job.device.sources if job.device is not None else (), behind_s):
+        began = time.monotonic()
+        has_come = accelerator.caught_up(job.device.sources if job.device is not None else (), behind_s)
+        self._events.count("fence_wait_seconds", time.monotonic() - began)
+        if has_come:
             at_fence(who is Who.STEP)
 
     def _wait(self, job: LateCopyJob, behind_s: float = BEHIND_S, *, ends: bool = True, whole: bool = False) -> None:

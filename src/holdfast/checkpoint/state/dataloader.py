@@ -9,7 +9,8 @@ they were before. That the order is the same is proven by a digest of the indice
 Workers that stay are made once, and that draws a number. Where the run that saved had made them, a restart makes them before the generators
 are as its next epoch found them.
 
-What workers draw themselves begins anew in them. Of several iterators at one time the place is that of the newest.
+What workers draw themselves begins anew in them, unless what was had is loaded again (`loads_again`). Of several iterators at one
+time the place is that of the newest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, sampler
+from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler, _SingleProcessDataLoaderIter
 
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.state.optimizer_extras import same
@@ -34,6 +36,16 @@ logger = logging.getLogger(__name__)
 _GENERATORS = "holdfast.generators"
 # Under which attribute a loader keeps what knows its place.
 _PLACE = "_holdfast_place"
+# Who draws between two batches does so at the second one, or at one soon behind it.
+_WATCHED = 64
+# Samplers that draw everything before their first index.
+_KNOWN = (
+    sampler.SequentialSampler,
+    sampler.RandomSampler,
+    sampler.SubsetRandomSampler,
+    sampler.WeightedRandomSampler,
+    DistributedSampler,
+)
 
 
 def is_plain(value: Any) -> bool:
@@ -109,10 +121,16 @@ class LoaderPlace:
 
     Args:
         loader: the loader; its iterators are made by us from now on.
+
+    Attributes:
+        loads_again: whether workers load again what was had, for what they draw by themselves.
+        doubted: called with what is drawn between two batches, with random numbers that steps use too; None: nobody looks.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
+        self.loads_again = False
+        self.doubted: Callable[[str], None] | None = None
         self._make = loader._get_iterator
         vars(loader)["_get_iterator"] = self._iterator
         self._newest: _Counted | None = None
@@ -143,6 +161,15 @@ class LoaderPlace:
         self._set_own(state["own"])
         if state["had"]:
             self._saved = state
+
+    def let_go(self) -> None:
+        """The loader is as it was: nothing is counted any more."""
+        for name in ("_get_iterator", _PLACE):
+            vars(self._loader).pop(name, None)
+
+    def watched(self, items: Iterator[Any], what: str) -> Iterator[Any]:
+        """Returns items, looked at for what is drawn between them if somebody asked for that."""
+        return items if self.doubted is None else _Watched(items, partial(self.doubted, what))
 
     def draws(self, counted: _Counted) -> None:
         """The sampler is asked for the first indices, and draws its order now.
@@ -190,11 +217,13 @@ class LoaderPlace:
             self._began["drew"] = saved["began"]["drew"]
         had = saved["had"]
         is_iterable = isinstance(self._loader.dataset, IterableDataset)
-        counted.begin(self._made(counted, 0 if is_iterable else had))
+        loads = is_iterable or (self.loads_again and self._loader.num_workers > 0)
+        counted.begin(self._made(counted, 0 if loads else had))
         if "drew" in self._began:
             self._go_back(self._began["drew"])
-        if is_iterable:
-            logger.warning("the loader's dataset is iterable: %d batches are loaded again and dropped", had)
+        if loads:
+            why = "the loader's dataset is iterable" if is_iterable else "the loader has workers, which may draw"
+            logger.warning("%s: %d batches are loaded again and dropped", why, had)
             for _ in range(had):
                 next(counted, None)
         else:
@@ -205,7 +234,7 @@ class LoaderPlace:
                 "epoch, or the dataset is another",
                 had,
             )
-        elif self._loader.num_workers and not is_iterable:
+        elif self._loader.num_workers and not loads:
             logger.info("random numbers that the loader's workers draw begin anew in them")
         process.load_state_dict(now)
         self._set_own(saved["own"])
@@ -214,13 +243,13 @@ class LoaderPlace:
     def _made(self, counted: _Counted, skipped: int) -> Iterator[Any]:
         """Returns an iterator of torch's whose sampler tells what it hands out."""
         name = "batch_sampler" if self._loader._auto_collation else "sampler"
-        sampler = vars(self._loader)[name]
+        rows = vars(self._loader)[name]
         went_on = partial(self._go_back, self._began) if self._again else None
-        vars(self._loader)[name] = _Told(sampler, counted, skipped, went_on)
+        vars(self._loader)[name] = _Told(self, rows, counted, skipped, went_on)
         try:
             made: Iterator[Any] = self._make()
         finally:
-            vars(self._loader)[name] = sampler
+            vars(self._loader)[name] = rows
         return made
 
     def _go_back(self, began: dict[str, Any]) -> None:
@@ -246,13 +275,16 @@ class _Counted:
     def __init__(self, place: LoaderPlace) -> None:
         self._place = place
         self._inner: Any = None
+        self._items: Any = None
         self._sampler: _Skipping | None = None
         self.has_drawn = False
         self._indices: deque[object] = deque()
 
     def begin(self, inner: Iterator[Any]) -> None:
         """Hands out what `inner` has."""
-        self._inner = inner
+        self._inner = self._items = inner
+        if isinstance(inner, _SingleProcessDataLoaderIter) and inner._dataset_kind == _DatasetKind.Iterable:
+            self._items = self._place.watched(inner, "the items of its dataset are")
 
     def told(self, indices: object) -> None:
         """The sampler handed out the indices of one more batch."""
@@ -282,7 +314,7 @@ class _Counted:
 
     def __next__(self) -> Any:
         try:
-            batch = next(self._inner)
+            batch = next(self._items)
         except StopIteration:
             self._place.ended(self)
             raise
@@ -306,14 +338,19 @@ class _Told:
         go_back: called once the workers are made and before anything is drawn for the order; None: nothing is to be done then.
     """
 
-    def __init__(self, sampler: Any, counted: _Counted, skipped: int, go_back: Callable[[], None] | None) -> None:
-        self._sampler, self._counted, self._skipped = sampler, counted, skipped
+    def __init__(
+        self, place: LoaderPlace, rows: Any, counted: _Counted, skipped: int, go_back: Callable[[], None] | None
+    ) -> None:
+        self._place, self._sampler, self._counted, self._skipped = place, rows, counted, skipped
         self._steps = iter([None, go_back])  # the second iterator is made when the workers are
 
     def __iter__(self) -> Iterator[Any]:
         if (step := next(self._steps, None)) is not None:
             step()
-        return _Skipping(iter(self._sampler), self._counted, self)
+        rows = iter(self._sampler)
+        if not _is_known(self._sampler):
+            rows = self._place.watched(rows, "the order of its batches is")
+        return _Skipping(rows, self._counted, self)
 
     def take(self) -> int:
         """Returns how many batches are left out, once: a loader with workers asks for two iterators, and uses the second."""
@@ -345,3 +382,36 @@ class _Skipping:
         indices = next(self._inner)
         self._counted.told(indices)
         return indices
+
+
+def _is_known(rows: Any) -> bool:
+    """Tell whether a sampler, or the one that its batches are made of, draws all it needs before the first index."""
+    if type(rows) is sampler.BatchSampler:
+        rows = rows.sampler
+    return type(rows) in (*_KNOWN, _InfiniteConstantSampler)
+
+
+class _Watched:
+    """An iterator that tells once if any but its first item is made with random numbers of the process.
+
+    Args:
+        items: what is looked at.
+        tell: called once.
+    """
+
+    def __init__(self, items: Iterator[Any], tell: Callable[[], None]) -> None:
+        self._items, self._tell, self._number = items, tell, 0
+
+    def __iter__(self) -> _Watched:
+        return self
+
+    def __next__(self) -> Any:
+        self._number += 1
+        if not 1 < self._number <= _WATCHED:
+            return next(self._items)
+        before = ProcessRandomness().state_dict()
+        item = next(self._items)
+        if not same(ProcessRandomness().state_dict(), before):
+            self._number = _WATCHED
+            self._tell()
+        return item

@@ -107,10 +107,17 @@ class Survivor:
         self._pinned_writes = PinnedWrites()
 
     def note(self, version: Version) -> None:
-        """The state is that of `version` now. Outside of an optimizer's step."""
-        is_lost = self._noted[0] is not None and self._begun == self._window.begun and bool(self._still.why_not())
-        self._still.note(version.step)
-        if not self._is_noted(version) and is_lost:
+        """The state is that of `version` now. Outside of an optimizer's step. On a device that failed, or is full, nothing is noted."""
+        try:
+            is_lost = self._noted[0] is not None and self._begun == self._window.begun and bool(self._still.why_not())
+            self._still.note(version.step)
+            is_noted = self._is_noted(version)
+        except RuntimeError as error:
+            logger.info(
+                "a failed rank cannot be filled from a twin's live state: %s cannot be noted: %s", version, error
+            )
+            is_noted, is_lost = False, True
+        if not is_noted and is_lost:
             self._noted = (None, ())  # the memory is not that of the note before any more
 
     def _is_noted(self, version: Version) -> bool:

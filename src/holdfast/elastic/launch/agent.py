@@ -44,7 +44,7 @@ from holdfast.elastic.launch.incident_tracker import IncidentTracker, step_of
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import Incarnation, Round, RoundOver
 from holdfast.elastic.launch.rendezvous.store_failover import LOST, RendezvousMoved
 from holdfast.elastic.launch.rendezvous_agent import RendezvousAgent
-from holdfast.elastic.launch.worker_eviction import enforce_deadlines
+from holdfast.elastic.launch.worker_eviction import enforce_deadlines, was_evicted
 from holdfast.elastic.processes.forkserver import NotForked, readable
 from holdfast.elastic.processes.process_supply import ProcessSupply
 from holdfast.elastic.processes.worker_processes import Workers, WorkerSlot, WorkerStatus
@@ -420,10 +420,9 @@ class Agent(RendezvousAgent):
         ):
             return False
         self._hear(worker_slot)  # what it said last
-        if worker_slot.departs and worker_slot.status is WorkerStatus.LEAVES:
-            worker_slot.set_status(
-                WorkerStatus.UNFIT
-            )  # it had finished, and ended as its order came: another one is needed
+        if worker_slot.status is WorkerStatus.LEAVES and (worker_slot.departs or was_evicted(worker_slot)):
+            # It had finished, and ended as its order came, or could not leave: another one takes the order, and it was no failure.
+            worker_slot.set_status(WorkerStatus.UNFIT)
         if worker_slot.status is WorkerStatus.UNFIT:
             return False
         # Who has not begun its order ends a run that was broken off, whose results are void.

@@ -10,7 +10,8 @@ turn, but not the one whose bytes are on their way (`Pair::signalException` in g
 neither `rx_` nor the unbound buffers in `tx_`). Whoever waits for that one is not woken by anything but its timeout,
 which is half an hour. Messages between pipeline stages are hit nearly always, small all-reduces now and then.
 
-A worker that is killed here counts as one more failed process and is replaced like one.
+Who is killed for standing still failed in nothing: a fork takes the order in its place, and the others, who may wait for it already,
+get no other one. Who does not begin its order in time counts as one more failed process.
 
 A worker that told of an error of its own runs its exit handlers and waits for its threads, as plain Python does. The others
 wait for it: two processes of one rank would share a device, ports and files. It has `exit_grace_s` for that.
@@ -62,6 +63,11 @@ def enforce_deadlines(worker_slot: WorkerSlot, now: float, *, store_port: int, e
         if worker_slot.num_still == STILL_CUTS:
             logger.error("process %d %s, not even cut connections", worker_slot.proc.pid, STANDS)
             worker_slot.proc.send_signal(signal.SIGKILL)
+
+
+def was_evicted(worker_slot: WorkerSlot) -> bool:
+    """Tell whether a worker that is dead was killed for standing in a wait that nothing ends."""
+    return worker_slot.num_still >= STILL_CUTS and worker_slot.code == -signal.SIGKILL
 
 
 def is_still(pid: int) -> bool:

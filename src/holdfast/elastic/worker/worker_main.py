@@ -98,7 +98,7 @@ class Runner:
         atexit.register(self._at_exit)  # before any of the script's, so it runs after all of them
         os.register_at_fork(after_in_child=self._leave_child_alone)
         self._sockets.install()
-        interruptible_store.install()
+        interruptible_store.install(lambda: self._running.environment if self._running is not None else {})
         signal.signal(WAKE, self._wake)
         wish = open_checkpointers.wish
         wish.works_on, wish.restored, wish.saved = self._works_on, self._restored, self._saved

@@ -1,0 +1,98 @@
+"""Keeps the places of plain data loaders of a fit, which say none themselves, and tells what cannot be right.
+
+Each loader is counted by `checkpoint.state.dataloader`: behind a restart within an epoch its order is drawn again with the random numbers
+that the epoch began with, and what was had is left out. Lightning goes over several loaders at one time, and
+over some again within an epoch; what of that has no place is told at the start. Called by `adapters.lightning.loops`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from holdfast.checkpoint.state.dataloader import LoaderPlace, is_plain, place_of
+from holdfast.checkpoint.state.stateful import is_stateful
+
+logger = logging.getLogger(__name__)
+
+_ANEW = "a restart within an epoch begins its data anew, and trains on other batches"
+
+
+class PlainLoaders:
+    """The places of the plain ones among the loaders of a fit, in their order."""
+
+    def __init__(self) -> None:
+        self._places: list[LoaderPlace] = []
+        self._told: set[str] = set()
+
+    def count(self, loaders: Sequence[Any], *, tells: bool) -> None:
+        """These are the loaders, of which no iterator was made; from now on theirs are counted.
+
+        Args:
+            loaders: of all kinds.
+            tells: whether this process speaks for the job.
+        """
+        self.let_go()
+        self._places = [place_of(loader) for loader in loaders if is_plain(loader)]
+        for place in self._places:
+            place.loads_again = True
+            place.doubted = functools.partial(self._doubt, tells)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return where they are."""
+        return [place.state_dict() for place in self._places]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """The next iterator of each goes on there."""
+        if len(states) != len(self._places):
+            logger.warning("%s: the version has the places of %d loaders, of %d", _ANEW, len(states), len(self._places))
+            return
+        for place, state in zip(self._places, states, strict=True):
+            place.load_state_dict(state)
+
+    def let_go(self) -> None:
+        """Count no more: another training of the script is not to go on with these places."""
+        for place in self._places:
+            place.let_go()
+        self._places = []
+
+    def _doubt(self, tells: bool, what: str) -> None:
+        if tells and what not in self._told:
+            self._told.add(what)
+            logger.warning(
+                "%s drawn step by step, with random numbers that steps use too: a restart within an epoch trains on "
+                "other batches; a StatefulDataLoader, or a generator of its own, keeps them",
+                what,
+            )
+
+
+def doubts_of(loaders: Sequence[Any], mode: str, *, has_length: bool, takes_itself: bool) -> list[str]:
+    """Returns why a restart within an epoch could take other batches than a run that was never interrupted; each once.
+
+    Args:
+        loaders: of a fit.
+        mode: how Lightning goes over several.
+        has_length: whether it is known how many batches an epoch has.
+        takes_itself: whether the training step takes batches from the iterator itself.
+    """
+    found = [
+        f"{_ANEW}: a {type(loader).__name__} says no place; torchdata.stateful_dataloader.StatefulDataLoader does"
+        for loader in loaders
+        if not is_stateful(loader) and not is_plain(loader)
+    ]
+    at_one_time = "a restart within an epoch may train on other batches"
+    if len(loaders) > 1 and mode == "max_size":
+        found.append(f"{at_one_time}, once the shortest of the loaders has ended: the mode is max_size")
+    elif len(loaders) > 1 and mode == "max_size_cycle" and not has_length:
+        found.append(f"{at_one_time}, once the shortest of the loaders has ended: nobody knows how long they are")
+    if len({id(loader) for loader in loaders}) < len(loaders):
+        found.append(f"{at_one_time}: one loader is given twice")
+    if takes_itself:
+        found.append(f"{at_one_time}, if the training step takes batches ahead from its dataloader_iter")
+    if any(isinstance(each, DataLoader) and each.num_workers and each.persistent_workers for each in loaders):
+        found.append("what workers that stay (persistent_workers) draw by themselves is drawn anew behind a restart")
+    return list(dict.fromkeys(found))
