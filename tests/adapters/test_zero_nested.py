@@ -16,6 +16,7 @@ import torch
 
 import forked
 from adapters.nested_zoo import CASES, KEPT, Case
+from adapters.staying_zoo import STAYING
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
@@ -23,8 +24,13 @@ LIFE = str(Path(__file__).with_name("zero_life.py"))
 SAMPLE = {
     "epochs of a function": "2,3", "inline": "0,6", "class with a trainer": "2,3", "generator that draws step by step": "2,3",
     "numbers in numbers, order drawn between": "2,6", "tensors of an attribute that are views": "2,3",
+    "workers that stay and draw": "2,3",
 }  # fmt: skip
-WITH_A_KEEPER = {"epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3"}
+WITH_A_KEEPER = {
+    "epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3",
+    "workers that stay, in a class": "1,0",
+}  # fmt: skip
+ALL = {**CASES, **STAYING}
 
 
 def live(
@@ -54,7 +60,7 @@ def made(told: subprocess.CompletedProcess[str]) -> list[str]:
 def kills() -> list[Any]:
     return [
         pytest.param(name, kill, marks=[] if SAMPLE.get(name) == kill else [pytest.mark.slow])
-        for name, case in CASES.items()
+        for name, case in ALL.items()
         for kill in case.kills
     ]
 
@@ -85,7 +91,7 @@ def check(case: Case, kill: str, tmp_path: Path, *, pocket: bool) -> None:
 
 @pytest.mark.parametrize(("name", "kill"), kills())
 def test_a_script_with_loops_in_loops_is_never_wrong(name: str, kill: str, tmp_path: Path) -> None:
-    check(CASES[name], kill, tmp_path, pocket=True)
+    check(ALL[name], kill, tmp_path, pocket=True)
 
 
 @pytest.mark.parametrize("loads", [False, True])
@@ -134,9 +140,9 @@ def test_a_file_that_a_step_makes_and_reads_itself_hands_nothing_on(tmp_path: Pa
     "name", [pytest.param(name, marks=[] if name == "inline" else [pytest.mark.slow]) for name in WITH_A_KEEPER]
 )
 def test_with_a_keeper_loops_in_loops_are_the_same(name: str, tmp_path: Path) -> None:
-    check(CASES[name], WITH_A_KEEPER[name], tmp_path, pocket=False)
+    check(ALL[name], WITH_A_KEEPER[name], tmp_path, pocket=False)
 
 
 def test_the_samples_are_of_the_zoo() -> None:
-    assert len(CASES) >= 40
-    assert all(kill in CASES[name].kills for name, kill in (*SAMPLE.items(), *WITH_A_KEEPER.items()))
+    assert len(ALL) == len(CASES) + len(STAYING) >= 70
+    assert all(kill in ALL[name].kills for name, kill in (*SAMPLE.items(), *WITH_A_KEEPER.items()))

@@ -84,21 +84,24 @@ class ScriptLauncher:
 
     def _run_nest(self, path: str, found: Nest | OwnLoops, order: RunOrder, files: FileWatch) -> None:
         finder: OwnFinder | None = None
+        nest, modules = (found.nest, found.modules) if isinstance(found, OwnLoops) else (found, frozenset())
+        kept = KeptLoops(nest, self._root, self._events, files, modules)
+        unfit = False
         try:
             if isinstance(found, OwnLoops):
-                finder = OwnFinder(found, KeptLoops(found.nest, self._root, self._events, files, found.modules))
+                finder = OwnFinder(found, kept)
                 finder.install()
                 run_script(order)
                 return
-            kept = KeptLoops(found, self._root, self._events, files)
             main_module.run_path(path, tree=found.tree, names={HOOK: kept})
             return
         except Unfit as error:
-            reason = str(error)
+            reason, unfit = str(error), True
             self._events.emit("script_refused", reason=reason)
             if finder is not None:
                 finder.forget()
         finally:
+            kept.end(unfit=unfit)
             if finder is not None:
                 finder.remove()
         remedy = f"to begin anew with it, give another --checkpoint-dir, or remove {self._root}"

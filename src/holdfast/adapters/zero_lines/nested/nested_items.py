@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, dataloader, distributed, sampl
 
 from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, parts_of
+from holdfast.adapters.zero_lines.reach.walk import workers_stay
 from holdfast.base.installed import is_installed
 from holdfast.checkpoint.state.stateful import is_stateful
 from holdfast.checkpoint.usage import user_frames
@@ -56,6 +57,7 @@ class Items:
     Args:
         iterable: what the script goes over.
         is_of_user: tells whether the class of an object is the user's.
+        why_not_staying: tells why the workers of a data loader that stay cannot be taken up; empty if they can.
 
     Attributes:
         size: how many there are; None if nobody knows.
@@ -64,10 +66,21 @@ class Items:
         doubt: why a restart would take other items; empty as long as nothing says so.
         refused: why these items cannot be taken up again; empty if they can.
         begun: whether something was drawn for them already.
+        is_taken: whether an iterator of the script is taken item by item.
+        staying: iterators of data loaders whose workers stay, and how often these were gone over then.
+        loaders: such loaders.
     """
 
-    def __init__(self, iterable: Any, is_of_user: Callable[[Any], bool] = lambda _: True) -> None:
-        self.is_of_user = is_of_user
+    def __init__(
+        self,
+        iterable: Any,
+        is_of_user: Callable[[Any], bool] = lambda _: True,
+        why_not_staying: Callable[[DataLoader[Any]], str] = workers_stay,
+    ) -> None:
+        self.is_of_user, self.why_not_staying = is_of_user, why_not_staying
+        self.is_taken = False
+        self.staying: list[tuple[Any, int]] = []
+        self.loaders: list[DataLoader[Any]] = []
         self.doubt = self.refused = ""
         self.begun = _has_begun(iterable)
         self.told = ""
@@ -254,21 +267,31 @@ def _loader(value: DataLoader[Any], items: Items) -> _Way:
     if type(value).__iter__ is not DataLoader.__iter__:
         return _taken(value, items)
     size = _size_of(value) if value._dataset_kind == dataloader._DatasetKind.Map else None
-    if value.num_workers and value.persistent_workers:
-        items.refused = "its workers stay, with all that they keep"
+    stays = bool(value.num_workers and value.persistent_workers)
+    if stays:
+        items.refused = items.refused or items.why_not_staying(value)
     made: list[_Way] = []
 
     def way() -> _Way:
         made.append(_loader_iterator(iter(value), items))
         return made[-1]
 
-    return _Way(["loader", size], size, lambda: way().begin(), lambda n: way().behind(n))
+    shape = ["loader", size, "workers stay"] if stays else ["loader", size]
+    return _Way(shape, size, lambda: way().begin(), lambda n: way().behind(n))
 
 
 def _loader_iterator(value: Any, items: Items) -> _Way:
     is_map = value._dataset_kind == dataloader._DatasetKind.Map
     size = _size_of(value) if is_map else None
     indices = value._sampler_iter
+    if value._persistent_workers:
+        loader = value.loader() if hasattr(value, "loader") else None
+        if loader is None:
+            items.refused = items.refused or "its workers stay, and were made where nobody looked"
+        else:
+            items.refused = items.refused or items.why_not_staying(loader)
+            items.loaders.append(loader)
+            items.staying.append((value, value.begins))
     known = _is_known(value._index_sampler)
     if not known:
         items.digests(indices)
@@ -307,6 +330,7 @@ def _taken(value: Any, items: Items) -> _Way:
         return _Way(
             ["tensor", *value.shape], len(value), lambda: iter(value), lambda n: itertools.islice(iter(value), n, None)
         )
+    items.is_taken = True
     items.told = f"what is skipped of {type(value).__qualname__!r} is taken again, one by one"
     kind = type(value)
     size = _size_of(value) if not hasattr(value, "__next__") else None

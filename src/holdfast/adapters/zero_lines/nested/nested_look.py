@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import xxhash
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.adapters.zero_lines.changes import Changes
@@ -26,6 +27,7 @@ from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.reach.look import Look, Owner
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
+from holdfast.adapters.zero_lines.reach.walk import workers_stay
 from holdfast.checkpoint.entries.carried_tensors import is_carried
 from holdfast.checkpoint.usage.user_frames import own
 
@@ -91,6 +93,10 @@ class Entry:
     drawn: str = ""
     generators: dict[str, str] = field(default_factory=dict)
 
+    def let_go(self) -> None:
+        """Ends the circle of what was looked at, and so of what the function that it stands in has: its workers end with it, at once."""
+        del self.changes, self.before, self.items
+
     def names(self) -> dict[str, Any]:
         """Returns what names mean where it stands."""
         main = self.frame.f_globals
@@ -145,10 +151,16 @@ class Looker:
         kept: objects that hand out their state.
         frame: where the outermost loop stands.
         modules: names of the script's own modules, if the loops stand in one of these.
+        why_not_staying: tells why the workers of a data loader that stay cannot be taken up; empty if they can.
     """
 
     def __init__(
-        self, nest: Nest, kept: Sequence[Any], frame: FrameType, modules: frozenset[str] = frozenset()
+        self,
+        nest: Nest,
+        kept: Sequence[Any],
+        frame: FrameType,
+        modules: frozenset[str] = frozenset(),
+        why_not_staying: Callable[[DataLoader[Any]], str] = workers_stay,
     ) -> None:
         self._nest, self._modules = nest, modules
         self._lines = dict(nest.lines)
@@ -162,6 +174,7 @@ class Looker:
         self._reach = Reach(
             used=nest.used, kept=kept, members=nest.members, pops=nest.pops, named=named
         )  # the same walk at all places
+        self._reach.why_not_staying = why_not_staying
 
     def look(self, entries: Sequence[Entry], last: tuple[Site, FrameType] | None = None) -> Look:
         """Returns what is there now.

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from holdfast.adapters.zero_lines.doubts import (
     UNKEPT,
@@ -52,7 +53,9 @@ from holdfast.adapters.zero_lines.nested.nested_state import (
     put_settings,
     stand_in,
 )
+from holdfast.adapters.zero_lines.nested.staying_workers import StayingWorkers
 from holdfast.adapters.zero_lines.objects import Kept
+from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
@@ -106,6 +109,15 @@ class KeptLoops:
         self._told: set[int] = set()
         self._generators = generators()
         self._judge = Reach(used=(), kept=(), named={})
+        self._workers = StayingWorkers(self._judge, self._may_be_saved)
+        self._workers.begin()
+
+    def end(self, *, unfit: bool) -> None:
+        """The script is left; or what it has made so far, if a version could not be taken up."""
+        self._workers.end(unfit=unfit)
+
+    def _may_be_saved(self) -> bool:
+        return not self._begun or (self._run is not None and self._run.looks)
 
     def leave(self) -> None:
         """The script leaves a loop in good order, by `break` or `return`."""
@@ -148,7 +160,7 @@ class KeptLoops:
         self._next = None
         if entry is None or entry.site.number != number or self._run is None:
             return iterable
-        return self._turns(entry, Items(iterable, self._judge.is_of_user), self._run)
+        return self._turns(entry, Items(iterable, self._judge.is_of_user, self._workers.why_not), self._run)
 
     def _is_mine(self) -> bool:
         return self._owner == (os.getpid(), threading.get_ident())
@@ -187,7 +199,7 @@ class KeptLoops:
         assert looker is not None
         self._told.add(site.number)
         self._run = _Run(self._nest, self._root, found, looker, entry, group, self._events)
-        self._run.generators = self._generators
+        self._run.generators, self._run.workers = self._generators, self._workers
         self._run.watch(self._files)
         return entry
 
@@ -201,7 +213,7 @@ class KeptLoops:
         found = collect(self._nest.used - set(site.lives), scope, self._judge.is_of_user, by_hand=self._nest.by_hand)
         if isinstance(found, str):
             return found, None, None
-        looker = Looker(self._nest, found.things, frame, self._modules)
+        looker = Looker(self._nest, found.things, frame, self._modules, self._workers.why_not)
         entry = looker.enter((), site, frame)
         if entry.before.unsure:
             (path, kind), *_ = entry.before.unsure
@@ -243,14 +255,18 @@ class KeptLoops:
             run.fails(error)
             raise
         finally:
-            del self._stack[self._stack.index(entry) :]
+            ended = self._stack[self._stack.index(entry) :]
+            del self._stack[-len(ended) :]
             if outermost and self._run is not None:
                 self._run = None
                 run.end(in_order=self._left)
+            for each in ended:
+                each.let_go()
 
     def _adopt(self) -> None:
         """This is the child that rehearses."""
         self._owner = (os.getpid(), threading.get_ident())
+        self._workers.adopt()
 
     def _outer(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         start = run.outer_begins(self._stack)
@@ -335,6 +351,7 @@ class _Run:
         count: steps that optimizers have made.
         by_hand: whether there is no optimizer: then each turn of the innermost loop is a step.
         generators: tokens of the generators of random numbers as the script began.
+        workers: of data loaders, that stay.
         unsaved: number of the step that is done, and of which it is not known yet whether it may be saved; -1 if there is none.
     """
 
@@ -372,6 +389,7 @@ class _Run:
         self._pending: dict[str, Any] | None = None
         self._number = self.unsaved = -1
         self.generators: dict[str, str] = {}
+        self.workers: StayingWorkers
         self._ended = self._taken_up = False
         self._cleared: dict[int, frozenset[int]] = {}
         models = self._objects["model"]
@@ -503,10 +521,13 @@ class _Run:
         assert entry.items is not None
         if entry.items.digest() != start["digest"]:
             self.unfit(f"the items of the loop of line {entry.site.line} are others than in the run that saved")
+        look = self._looker.look(entries)
         try:
-            self._looker.look(entries).put(start["rows"], start["gone"])
+            look.put(start["rows"], start["gone"])
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
+        if other := self.workers.restore(start.get("workers", {}), _loaders(look), _running(entries)):
+            self.unfit(other)
         put_settings(self._state.objects, start["settings"])
         put_randomness(start["rng"])
         entry.start = start
@@ -517,6 +538,10 @@ class _Run:
         self.goes_on()
         if not self._ended:
             entries[-1].start = self._state.start_of(entries)
+            if self.workers.any_begun():
+                found = _loaders(self._looker.look(entries))
+                entries[-1].start["workers"] = self.workers.states(found, _running(entries))
+                self._state.doubt(self.workers.reason)
             self._stopped()
 
     def inner_begins(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
@@ -603,6 +628,7 @@ class _Run:
         self._state.rehearsed = (
             self._taken_up or self._child is not None or bool(self._checks and not self._checks[0].reason)
         )
+        self._state.doubt(self.workers.why_unsure([each.items for each in entries if each.items is not None]))
         if not self._state.note(entries, number, self._cleared.get(entry.site.number, frozenset())):
             if self._child is None:
                 say(f"the last step of the loop of line {entry.site.line} is made again after a failure behind it")
@@ -678,6 +704,17 @@ class _Run:
     def _end_checks(self) -> None:
         for check in self._checks:
             check.end()
+
+
+def _loaders(look: Look) -> dict[str, DataLoader[Any]]:
+    """Returns the data loaders whose workers stay, by path."""
+    found = {path: reference() for path, reference in look.loaders.items()}
+    return {path: loader for path, loader in found.items() if loader is not None}
+
+
+def _running(entries: Sequence[Entry]) -> set[int]:
+    """Returns the `id` of data loaders that loops go over which run now."""
+    return {id(loader) for entry in entries if entry.items is not None for loader in entry.items.loaders}
 
 
 def _close(checkpointer: Checkpointer) -> None:

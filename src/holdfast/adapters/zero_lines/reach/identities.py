@@ -7,10 +7,11 @@ they are of, and a value with one in it that changes in the loop cannot be carri
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from holdfast.adapters.zero_lines.reach.plain_values import MAX_DEPTH
+from holdfast.adapters.zero_lines.reach.plain_values import ATOM_SET, MAX_DEPTH
 
 # Addresses of objects lie above this. Smaller numbers are counts, and are passed over quickly.
 _LOWEST = 1 << 24
@@ -51,6 +52,8 @@ def _large(value: Any, depth: int) -> Iterator[int]:
         kinds = set(map(type, value))
         if kinds == {int}:
             yield from (part for part in value if part >= _LOWEST)
+        elif kinds == {tuple} and ATOM_SET.issuperset(map(type, itertools.chain.from_iterable(value))):
+            yield from (each for part in value for each in part if type(each) is int and each >= _LOWEST)
         elif not kinds <= {float, str, bool, bytes, type(None)}:
             for part in value:
                 yield from _large(part, depth + 1)

@@ -12,6 +12,7 @@ look.kinds        name of a class -> the class, of such objects and of classes o
 look.parts        path of a tensor or array that cannot be carried -> what else has a part of it
 look.places       path of every object that was looked at, by its `id`
 look.begins       path of a generator that has not begun, where a loop is about to
+look.loaders      path of a data loader whose workers stay -> a reference to it
 look.unsure       what may hold a place that nobody can read: iterators, generators, files
 """
 
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from holdfast.adapters.zero_lines.reach import held_arrays
 from holdfast.adapters.zero_lines.reach.attributes import put_attribute
@@ -43,6 +46,7 @@ class Leaf:
         value: gives the value, as it can be stored.
         put: sets it in place, where it is.
         held: the tensor or array itself, if it is one.
+        lasts: whether it is set in an object that has to be there: a generator of random numbers.
     """
 
     token: object
@@ -51,6 +55,7 @@ class Leaf:
     value: Callable[[], Any]
     put: Callable[[Any], None]
     held: Any = None
+    lasts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class Look:
     born: dict[str, tuple[str, str, str | int]] = field(default_factory=dict)
     kinds: dict[str, type | None] = field(default_factory=dict)
     begins: dict[str, Any] = field(default_factory=dict)
+    loaders: dict[str, weakref.ref[DataLoader[Any]]] = field(default_factory=dict)
 
     def put(self, rows: Iterable[Sequence[Any]], gone: Iterable[Sequence[Any]]) -> None:
         """Sets plain values as a version has them, where they are in this look, and makes objects that are not there.

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from holdfast.adapters.zero_lines.reach.look import Look, Owner, owner_of
 from holdfast.adapters.zero_lines.reach.plain_values import ATOMS
-from holdfast.adapters.zero_lines.reach.walk import ALL, NOTHING, Told, Walk
+from holdfast.adapters.zero_lines.reach.walk import ALL, NO_PLACE, NOTHING, Told, Walk, workers_stay
 from holdfast.base.installed import is_installed
 
 # What libraries of Hugging Face call the code that they have fetched, which lies in a cache of the user's.
@@ -39,6 +41,7 @@ class Reach:
     Attributes:
         counted: generators that come to where they are when the items of a loop are counted, by their `id`.
         may_begin: whether a generator that has not begun is what the statements before a loop make again.
+        why_not_staying: tells why the workers of a loader that stay cannot be taken up; empty if they can.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Reach:
         named: Mapping[int, str],
     ) -> None:
         self._named = named
+        self.why_not_staying: Callable[[DataLoader[Any]], str] = workers_stay
         self.counted: Container[int] = ()
         self.may_begin = False
         self._members, self._pops = frozenset(members), pops
@@ -86,6 +90,7 @@ class Reach:
         walk.found.owners[""] = Owner(main.__setitem__, main.pop)
         walk.carried = frozenset(carried)
         walk.counted, walk.may_begin = self.counted, self.may_begin
+        walk.why_not_staying = self.why_not_staying
         for name, value in carried.items():
             walk.share(name, value)
         for number, thing in enumerate(self._kept):
@@ -106,6 +111,23 @@ class Reach:
         if self._pops or walk.pops:
             kind = "set in a script that pops, by an order that cannot be read,"
             walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
+        return walk.found
+
+    def of(self, things: Mapping[str, Any]) -> Look:
+        """Returns what is there now of some things, and of all that they lead to, in whatever process this is.
+
+        Args:
+            things: by name. What `functools.lru_cache` holds for them counts as something that is kept.
+        """
+        walk = Walk(self._is_users, frozenset(), (), {}, {})
+        main = vars(sys.modules["__main__"])
+        walk.found.owners[""] = Owner(main.__setitem__, main.pop)
+        walk.strict = True
+        for name, thing in things.items():
+            walk.visit(name, thing, asks=NO_PLACE)
+            walk.foreign(name, thing if callable(thing) else type(thing))
+        walk.lone((), {})
+        walk.places(data=False)
         return walk.found
 
     def _at_home(self, walk: Walk, home: str) -> None:

@@ -133,6 +133,11 @@ _BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}
 _OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 
 
+def workers_stay(_: DataLoader[Any]) -> str:
+    """Returns why workers of a loader that stay cannot be taken up, where nobody looks at them."""
+    return "its workers stay, with all that they keep"
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """The last answer of an object's `state_dict`.
@@ -172,6 +177,9 @@ class Walk:
             int
         ] = ()  # generators that come to where they are when items are counted, by their `id`
         self.may_begin = False  # whether a generator that has not begun is what a restart makes again
+        # Why the workers of a loader that stay cannot be taken up; empty if they can.
+        self.why_not_staying: Callable[[DataLoader[Any]], str] = workers_stay
+        self.strict = False  # whether no rehearsal tells what is not seen: caches of `functools`, classes made of C
         self._local = local
         self._is_users = is_users
         self._kept = {id(thing) for thing in kept}
@@ -245,7 +253,7 @@ class Walk:
             parts = value.values() if isinstance(value, dict) else value
             if not ATOM_SET.issuperset(map(type, parts)):
                 for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-                    if not isinstance(part, ATOMS):
+                    if not (isinstance(part, ATOMS) or (type(part) is tuple and ATOM_SET.issuperset(map(type, part)))):
                         self.share(f"{path}[{key!r}]", part, root)
 
     def keys(self, path: str, items: Mapping[Any, Any], owner: Owner, *, asks: int, dot: bool = True) -> None:
@@ -401,7 +409,7 @@ class Walk:
         """Looks at a generator of random numbers; False if it is none."""
         found = random_state(value)
         if found is not None:
-            self.found.leaves[path] = Leaf(token_of(found[0]()), *hold, *found)
+            self.found.leaves[path] = Leaf(token_of(found[0]()), *hold, *found, lasts=True)
             self._extra(path, value, NO_PLACE)
         return found is not None
 
@@ -427,13 +435,13 @@ class Walk:
     def _object(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         kind = type(value)
         self.found.fixed[path] = kind.__qualname__
+        if self.strict and self._is_users_object(value) and not is_of_python(kind):
+            self.found.unknown.append((path, kind.__qualname__))
         within = min(asks, NO_PLACE)
         if isinstance(value, nn.Module):
             self._model(path, value, kept=False)
         elif isinstance(value, DataLoader):
-            if asks and value.num_workers and value.persistent_workers:
-                self.found.unsure.append((path, "DataLoader whose workers stay, with all that they keep,"))
-            self._instance(path, value, within)
+            self._loader(path, value, asks)
         elif isinstance(value, Optimizer):
             self._optimizer(path, value)
         elif isinstance(value, LRScheduler | GradScaler):
@@ -452,6 +460,17 @@ class Walk:
             self.found.data[path] = (self.found.fixed[path], arrow.may_hold_times(value))
         elif not issubclass(type(value), STANDING):
             self._of_library(path, value, asks, hold)
+
+    def _loader(self, path: str, value: DataLoader[Any], asks: int) -> None:
+        if value.num_workers and value.persistent_workers:
+            self.found.loaders[path] = weakref.ref(value)
+            why = self.why_not_staying(value)
+            if asks and why:
+                self.found.unsure.append((path, f"DataLoader that cannot be taken up ({why}),"))
+        # What its workers keep is looked at in them.
+        shown = {key: part for key, part in attributes_of(value).items() if key != "_iterator"}
+        self.keys(path, shown, owner_of(value), asks=min(asks, NO_PLACE))
+        self.visit(type(value).__qualname__, type(value), asks=min(asks, NO_PLACE))
 
     def _iterator(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         """Looks at what has a next item: a generator that has ended has none, and one that a loop goes over is counted there."""
@@ -486,6 +505,9 @@ class Walk:
     def _of_library(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         """Looks at an object of an unknown class of a library, if there is nothing in it but attributes."""
         kind = type(value)
+        if self.strict and kind is functools._lru_cache_wrapper:
+            self.found.fixed[f"the cache of {path}"] = tuple(value.cache_info())[1:]
+            self.visit(f"{path}.__wrapped__", value.__wrapped__, asks=asks)
         if asks and is_attributes(value):
             self._note_born(path, value, hold)
             self._instance(path, value, NO_PLACE)
@@ -596,10 +618,10 @@ class Walk:
             self.found.data[path] = (token, texts)
             self._made.append((path, value))
 
-    def places(self) -> None:
-        """Notes where everything lies, and compares data that is made of identities by the objects that they are of."""
+    def places(self, *, data: bool = True) -> None:
+        """Notes where everything lies, and compares data that is made of identities by the objects that they are of, if `data`."""
         self.found.places = self._paths
-        for path, value in self._made:
+        for path, value in self._made if data else ():
             named = identities.named(value, self._paths)
             if named is not value:
                 self.found.data[path] = (token_of(named), self.found.data[path][1])
