@@ -40,6 +40,9 @@ from holdfast.core.model import Version
 
 logger = logging.getLogger(__name__)
 
+# By how many steps a version may be behind a checkpoint that Lightning wrote at last, in the step of a kill.
+_BEHIND = 2
+
 
 def keeper(root: str | os.PathLike[str], *, turn: Callable[[], bool] | None = None, **options: Any) -> Any:
     """The callback for a Trainer of `lightning` or `pytorch_lightning`.
@@ -147,7 +150,8 @@ class Keeping:
         self._take_hold(trainer.fit_loop)
 
     def _later_than(self, trainer: Any, path: Any) -> Version | None:
-        """Returns what goes before a path that `fit` was given: the same or a later step that this run has saved here itself.
+        """Returns what goes before a path that `fit` was given: the same or a later step that this run has saved here itself, or one hardly
+        earlier.
 
         A script gives the same path at each restart. Where nobody started the run anew, only the launcher its workers, it is what
         the path would have become. Then Lightning loads nothing behind us.
@@ -163,8 +167,9 @@ class Keeping:
             return None
         version, launch = found
         is_ours = settings.is_restart() and launch == settings.launch()
-        # Ours of the same step was saved behind Lightning's own, and behind what callbacks did after that.
-        if version.step + 1 < told or (version.step + 1 == told and not is_ours):
+        # Ours of the same step was saved behind Lightning's own, and behind what callbacks did after that. It may not be whole when
+        # Lightning's own is; one of ours of before goes on bit for bit.
+        if version.step + 1 < told - _BEHIND * is_ours or (version.step + 1 == told and not is_ours):
             return None
         if not is_ours:
             logger.warning(
@@ -263,7 +268,8 @@ class Keeping:
     def _resets(self, reset: Callable[[], None]) -> None:
         """Lightning warns here of loaders that say no place; what is true of that we have told."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*your dataloader is not resumable")
+            if self._place is not None and self._place.is_within:
+                warnings.filterwarnings("ignore", message=".*your dataloader is not resumable")
             reset()
 
     def _data_begins(self, begin: Callable[[Any], None], fetcher: Any) -> None:

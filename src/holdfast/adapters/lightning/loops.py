@@ -22,8 +22,9 @@ from typing import Any
 import torch.utils.data
 
 from holdfast.adapters.lightning.logged import Resumed, metrics_of, put_back, resume_sums, sums_of
-from holdfast.adapters.lightning.orders import Order, orders_of, samplers_of, shared_out
-from holdfast.adapters.lightning.plain_loaders import PlainLoaders, doubts_of
+from holdfast.adapters.lightning.orders import Order, generators_of, orders_of, samplers_of
+from holdfast.adapters.lightning.plain_loaders import CHANGES, PlainLoaders, doubts_of
+from holdfast.adapters.lightning.validation_loaders import ValidationLoaders
 from holdfast.base import config as settings
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.trained_parameters import Trained
@@ -54,9 +55,11 @@ class Place:
         self._reloads: tuple[float, float] | None = None  # epochs in which loaders were made anew
         self._begun_with: Any = None
         self._orders: list[Order] = []
-        self._plain = PlainLoaders()
-        self._places: list[dict[str, Any]] = []  # where they were
-        self._validated: dict[str, Any] = {}  # with which loaders, in the run that saved
+        self._plain = PlainLoaders(tells=trainer.is_global_zero)
+        self._places: list[Any] = []  # where they were
+        self._validating = ValidationLoaders(
+            self._fit.epoch_loop.val_loop, functools.partial(self._plain.tell, CHANGES)
+        )
         self._drawn: list[dict[str, Any]] = []
         self._within = False
         self._stepped = 0  # what the log counts steps by
@@ -67,10 +70,11 @@ class Place:
         """The loops as Lightning has them in its own checkpoints, and what these leave out."""
         loops = dict(self._fit.state_dict())
         fetcher, progress = self._fit._data_fetcher, self._fit.epoch_progress.current
-        places = self._plain.state_dict() if progress.completed != progress.ready else []
+        within = progress.completed != progress.ready
+        places: list[Any] = self._plain.state_dict() if within else self._plain.behind()
         if getattr(fetcher, "batches", None) and isinstance(fetcher.iterator, _Noted) and fetcher.iterator.before:
             before, places_before = fetcher.iterator.before
-            places = places_before if places else []
+            places = places_before if within else places
             if before and "combined_loader" in loops["state_dict"]:
                 loops["state_dict"] = {**loops["state_dict"], "combined_loader": before}
         connector = self._trainer._logger_connector
@@ -78,8 +82,8 @@ class Place:
             "loops": loops,
             "orders": [order.drawn for order in self._orders],
             "places": places,
-            "generators": [generator.get_state() for generator in _generators(self._fit._combined_loader)],
-            "validation": self._validation(),
+            "generators": [generator.get_state() for generator in generators_of(self._fit._combined_loader)],
+            "validation": self._validating.state_dict(),
             "logged": {name: dict(getattr(connector, name, {})) for name in _LAST_LOGGED},
             "sums": sums_of(self._fit.epoch_loop._results),
             "metrics": metrics_of(self._trainer.lightning_module),
@@ -104,7 +108,7 @@ class Place:
         self._within = progress.completed != progress.ready
         self._generators, self._reloads = state["generators"], state.get("reloads")
         self._drawn, self._places = state.get("orders") or [], state.get("places") or []
-        self._validated = state.get("validation") or {}
+        self._validating.load_state_dict(state.get("validation") or {})
         self._trainer.should_stop = state["should_stop"]
         connector = self._trainer._logger_connector
         for name, logged in state["logged"].items():
@@ -177,7 +181,7 @@ class Place:
         """
         loaders = self._fit._combined_loader.flattened
         self._orders = orders_of(loaders)
-        self._plain.count(loaders, tells=self._trainer.is_global_zero)
+        self._plain.count(loaders)
         if self._within and self._begun_with is None:
             self._draw_again()
             for loader in loaders:
@@ -215,28 +219,12 @@ class Place:
             order.again = None
 
     def _set_generators(self) -> None:
-        for generator, state in zip(_generators(self._fit._combined_loader), self._generators, strict=False):
+        for generator, state in zip(generators_of(self._fit._combined_loader), self._generators, strict=False):
             generator.set_state(state)
-
-    def _validation(self) -> dict[str, Any]:
-        """Return which loaders of the validation have workers that stay, made already, and where their generators are."""
-        combined = self._fit.epoch_loop.val_loop._combined_loader
-        loaders = combined.flattened if combined is not None else ()
-        stay = [getattr(loader, "persistent_workers", False) and loader._iterator is not None for loader in loaders]
-        return {"stay": stay, "generators": [generator.get_state() for generator in _generators(combined)]}
 
     def validation_begins(self) -> None:
-        """Before the first one of a run that goes on: workers that stayed are made, which draws a number, and generators go on."""
-        validated, self._validated = self._validated, {}
-        if not validated:
-            return
-        combined, now = self._fit.epoch_loop.val_loop._combined_loader, ProcessRandomness().state_dict()
-        for loader, stays in zip(combined.flattened, validated["stay"], strict=False):
-            if stays and getattr(loader, "persistent_workers", False) and loader._iterator is None:
-                iter(loader)
-        for generator, state in zip(_generators(combined), validated["generators"], strict=False):
-            generator.set_state(state)
-        ProcessRandomness().load_state_dict(now)
+        """Its loaders are there."""
+        self._validating.begin()
 
     def run_starts(self) -> None:
         """Hooks of the beginning are through: an epoch that goes on has what is set up when an epoch starts.
@@ -245,6 +233,8 @@ class Place:
         a new scheduler does to the learning rate was done then.
         """
         self._trained.change()
+        if not self._within:  # nothing of the epoch before is left; its loaders have counted and drawn
+            self._plain.begin_behind(self._places)
         trainer, self._begun_with = self._trainer, self._fit._combined_loader
         if self._reloads is not None:
             training, validating = self._reloads
@@ -308,21 +298,6 @@ class _Noted:
     def __next__(self) -> Any:
         self.before = self._combined._state_dicts(), self._plain.state_dict()
         return next(self._combined)
-
-
-def _generators(combined: Any) -> list[torch.Generator]:
-    """Returns the generators that loaders, or their samplers, have for themselves; each once.
-
-    Args:
-        combined: Lightning's `CombinedLoader` of them; None if it is not made.
-    """
-    found: dict[int, torch.Generator] = {}
-    for loader in combined.flattened if combined is not None else ():
-        for owner in (loader, *samplers_of(loader), shared_out(loader)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found[id(generator)] = generator
-    return list(found.values())
 
 
 @contextmanager

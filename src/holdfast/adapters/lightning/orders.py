@@ -74,3 +74,18 @@ def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
     """Returns what gives the rows, the nearest to them first; None where there is nothing."""
     batches = getattr(loader, "batch_sampler", None)
     return getattr(batches, "sampler", None), batches, getattr(loader, "sampler", None)
+
+
+def generators_of(combined: Any) -> list[torch.Generator]:
+    """Returns the generators that loaders, or their samplers, have for themselves; each once.
+
+    Args:
+        combined: Lightning's `CombinedLoader` of them; None if it is not made.
+    """
+    found: dict[int, torch.Generator] = {}
+    for loader in combined.flattened if combined is not None else ():
+        for owner in (loader, *samplers_of(loader), shared_out(loader)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    return list(found.values())

@@ -14,37 +14,55 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from holdfast.adapters.lightning.data_attributes import DataAttributes
 from holdfast.checkpoint.state.dataloader import LoaderPlace, is_plain, place_of
 from holdfast.checkpoint.state.stateful import is_stateful
 
 logger = logging.getLogger(__name__)
 
+_STEP_BY_STEP = (
+    "%s drawn step by step, with random numbers that steps use too: a restart within an epoch trains on other batches; "
+    "a generator of its own keeps them"
+)
+CHANGES = "the loader's %s changes and is not kept, so a restart may train on other batches"
 _ANEW = "a restart within an epoch begins its data anew, and trains on other batches"
 
 
 class PlainLoaders:
-    """The places of the plain ones among the loaders of a fit, in their order."""
+    """The places of the plain ones among the loaders of a fit, in their order.
 
-    def __init__(self) -> None:
+    Args:
+        tells: whether this process speaks for the job.
+    """
+
+    def __init__(self, *, tells: bool) -> None:
+        self._tells = tells
         self._places: list[LoaderPlace] = []
         self._told: set[str] = set()
+        self._changed: dict[int, set[str]] = {}
 
-    def count(self, loaders: Sequence[Any], *, tells: bool) -> None:
-        """These are the loaders, of which no iterator was made; from now on theirs are counted.
-
-        Args:
-            loaders: of all kinds.
-            tells: whether this process speaks for the job.
-        """
+    def count(self, loaders: Sequence[Any]) -> None:
+        """These are the loaders, of all kinds, of which no iterator was made; from now on those of plain ones are counted."""
         self.let_go()
         self._places = [place_of(loader) for loader in loaders if is_plain(loader)]
-        for place in self._places:
+        for number, place in enumerate(self._places):
             place.loads_again = True
-            place.doubted = functools.partial(self._doubt, tells)
+            place.doubted = functools.partial(self.tell, _STEP_BY_STEP)
+            changed = self._changed.setdefault(number, set())
+            place.more = DataAttributes(place.loader, changed, functools.partial(self.tell, CHANGES))
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return where they are."""
+        """Return where they are within an epoch."""
         return [place.state_dict() for place in self._places]
+
+    def behind(self) -> list[list[Any]]:
+        """Return what they depend on between two epochs."""
+        return [place.behind() for place in self._places]
+
+    def begin_behind(self, states: Sequence[list[Any]]) -> None:
+        """The next iterator of each begins as behind the epoch before."""
+        for place, state in zip(self._places, states, strict=False):
+            place.begin_behind(state)
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """The next iterator of each goes on there."""
@@ -60,14 +78,11 @@ class PlainLoaders:
             place.let_go()
         self._places = []
 
-    def _doubt(self, tells: bool, what: str) -> None:
-        if tells and what not in self._told:
+    def tell(self, why: str, what: str) -> None:
+        """Warn of one thing, once."""
+        if self._tells and what not in self._told:
             self._told.add(what)
-            logger.warning(
-                "%s drawn step by step, with random numbers that steps use too: a restart within an epoch trains on "
-                "other batches; a StatefulDataLoader, or a generator of its own, keeps them",
-                what,
-            )
+            logger.warning(why, what)
 
 
 def doubts_of(loaders: Sequence[Any], mode: str, *, has_length: bool, takes_itself: bool) -> list[str]:

@@ -29,6 +29,7 @@ from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler, 
 
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.state.optimizer_extras import same
+from holdfast.checkpoint.state.stateful import Stateful
 
 logger = logging.getLogger(__name__)
 
@@ -123,14 +124,17 @@ class LoaderPlace:
         loader: the loader; its iterators are made by us from now on.
 
     Attributes:
+        loader: the loader.
         loads_again: whether workers load again what was had, for what they draw by themselves.
         doubted: called with what is drawn between two batches, with random numbers that steps use too; None: nobody looks.
+        more: an object with a state that the loader's order and items depend on besides; None: there is none.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        self.loader = loader
         self.loads_again = False
         self.doubted: Callable[[str], None] | None = None
+        self.more: Stateful | None = None
         self._make = loader._get_iterator
         vars(loader)["_get_iterator"] = self._iterator
         self._newest: _Counted | None = None
@@ -155,7 +159,7 @@ class LoaderPlace:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iterator goes on at this place."""
         self._newest = None
-        vars(self._loader)["_iterator"] = None  # of workers that stay
+        vars(self.loader)["_iterator"] = None  # of workers that stay
         self._had, self._order, self._began, self._saved = 0, "", {}, {}
         self._again, self._stays = False, state.get("stays", False)
         self._set_own(state["own"])
@@ -165,11 +169,19 @@ class LoaderPlace:
     def let_go(self) -> None:
         """The loader is as it was: nothing is counted any more."""
         for name in ("_get_iterator", _PLACE):
-            vars(self._loader).pop(name, None)
+            vars(self.loader).pop(name, None)
 
     def watched(self, items: Iterator[Any], what: str) -> Iterator[Any]:
         """Returns items, looked at for what is drawn between them if somebody asked for that."""
         return items if self.doubted is None else _Watched(items, partial(self.doubted, what))
+
+    def behind(self) -> list[Any]:
+        """Returns what the loader's generators, and what it depends on besides, are behind an iterator."""
+        return self._own()
+
+    def begin_behind(self, own: list[Any]) -> None:
+        """The next iterator begins as behind that one."""
+        self._set_own(own)
 
     def draws(self, counted: _Counted) -> None:
         """The sampler is asked for the first indices, and draws its order now.
@@ -195,7 +207,7 @@ class LoaderPlace:
     def begun(self, counted: _Counted, *, again: bool) -> None:
         """An iterator begins, for the first time or `again`, and draws its first numbers behind this."""
         self._newest, self._again, self._ready = counted, again, None
-        self._stays = self._loader.num_workers > 0 and self._loader.persistent_workers
+        self._stays = self.loader.num_workers > 0 and self.loader.persistent_workers
         self._had, self._order = 0, ""
         self._began = {"process": ProcessRandomness().state_dict(), "own": self._own()}
 
@@ -216,8 +228,8 @@ class LoaderPlace:
         if "drew" in saved["began"]:
             self._began["drew"] = saved["began"]["drew"]
         had = saved["had"]
-        is_iterable = isinstance(self._loader.dataset, IterableDataset)
-        loads = is_iterable or (self.loads_again and self._loader.num_workers > 0)
+        is_iterable = isinstance(self.loader.dataset, IterableDataset)
+        loads = is_iterable or (self.loads_again and self.loader.num_workers > 0)
         counted.begin(self._made(counted, 0 if loads else had))
         if "drew" in self._began:
             self._go_back(self._began["drew"])
@@ -234,7 +246,7 @@ class LoaderPlace:
                 "epoch, or the dataset is another",
                 had,
             )
-        elif self._loader.num_workers and not loads:
+        elif self.loader.num_workers and not loads:
             logger.info("random numbers that the loader's workers draw begin anew in them")
         process.load_state_dict(now)
         self._set_own(saved["own"])
@@ -242,14 +254,14 @@ class LoaderPlace:
 
     def _made(self, counted: _Counted, skipped: int) -> Iterator[Any]:
         """Returns an iterator of torch's whose sampler tells what it hands out."""
-        name = "batch_sampler" if self._loader._auto_collation else "sampler"
-        rows = vars(self._loader)[name]
+        name = "batch_sampler" if self.loader._auto_collation else "sampler"
+        rows = vars(self.loader)[name]
         went_on = partial(self._go_back, self._began) if self._again else None
-        vars(self._loader)[name] = _Told(self, rows, counted, skipped, went_on)
+        vars(self.loader)[name] = _Told(self, rows, counted, skipped, went_on)
         try:
             made: Iterator[Any] = self._make()
         finally:
-            vars(self._loader)[name] = rows
+            vars(self.loader)[name] = rows
         return made
 
     def _go_back(self, began: dict[str, Any]) -> None:
@@ -257,12 +269,15 @@ class LoaderPlace:
         ProcessRandomness().load_state_dict(began["process"])
         self._set_own(began["own"])
 
-    def _own(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in _generators_of(self._loader)]
+    def _own(self) -> list[Any]:
+        states = [generator.get_state() for generator in _generators_of(self.loader)]
+        return states if self.more is None else [*states, self.more.state_dict()]
 
-    def _set_own(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(_generators_of(self._loader), states, strict=False):
+    def _set_own(self, states: list[Any]) -> None:
+        for generator, state in zip(_generators_of(self.loader), states, strict=False):
             generator.set_state(state)
+        if self.more is not None and states and isinstance(states[-1], dict):
+            self.more.load_state_dict(states[-1])
 
 
 class _Counted:
