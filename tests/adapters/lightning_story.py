@@ -98,6 +98,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "plain reloads": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
     "plain cuts": {"max_epochs": 3, "val_check_interval": 4},
     "plain steps": {"max_steps": 17, "max_epochs": -1, "val_check_interval": 4, "check_val_every_n_epoch": None},
+    "plain drawn": {"max_epochs": 3, "val_check_interval": 5},
+    "plain drawn twice": {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 2},
 }
 
 
@@ -167,6 +169,8 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1 + self.rank))
+        if "drawn" in self.plan:  # by the numbers of the process, when the hook is called
+            rows = torch.randn(ROWS, WIDTH)
         if self.plan == "plain reloads":
             rows = rows + self.trainer.current_epoch
         if self.plan.startswith("plain"):
@@ -191,6 +195,8 @@ class Data(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         rows = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(99))
+        if "drawn" in self.plan:
+            rows = torch.randn(2 * BATCH, WIDTH)
         stays = self.plan == "plain validation stays"
         own = torch.Generator().manual_seed(6) if self.plan == "plain validation own" else None
         return torch.utils.data.DataLoader(

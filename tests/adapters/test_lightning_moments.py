@@ -78,6 +78,8 @@ MORE = {
     "plain reloads": "begin:4 begin:12 begin:14 begin:30",
     "plain cuts": "begin:4 begin:7 begin:11 val:15 begin:21",
     "plain steps": "begin:3 val:4 begin:5 epoch:12 begin:13 val:16 end:17",
+    "plain drawn": "begin:4 val:5 epoch:12 begin:14",
+    "plain drawn twice": "begin:4 epoch:12 begin:14 begin:30",
 }
 OWN = "own"  # files that Lightning wrote: one that it had not told us of may be left
 

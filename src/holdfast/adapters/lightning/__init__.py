@@ -140,10 +140,13 @@ class Keeping:
         if asked_for is None or later is not None:
             self._put_groups_back(trainer)
         self.checkpointer = Checkpointer(self._root, **objects)
+        now = ProcessRandomness().state_dict()
         start = self.checkpointer.restore(later, fresh=asked_for is not None and later is None)
         self._sigterm = signal.getsignal(signal.SIGTERM)
         self._last = start - 1
-        self._random = ProcessRandomness().state_dict() if start > 0 else None
+        if start > 0:  # until the loops begin, hooks draw what they drew then
+            self._random = ProcessRandomness().state_dict()
+            ProcessRandomness().load_state_dict(now)
         if start > 0 and trainer.should_stop and place.is_over and not settings.is_restart():
             trainer.should_stop = False  # a new launch of a run that stopped early is to train
         handed.begin()
@@ -201,6 +204,9 @@ class Keeping:
         """Stands behind what the loops do for a batch and for an epoch, and around the beginning of their data."""
         self._fit = fit
         self._wrap("run", self._run)
+        if self._place is not None:
+            self._wrap("setup_data", self._place.made.set_up)
+            self._wrap("epoch_loop.val_loop.setup_data", self._place.made_to_validate.set_up)
         self._wrap("_load_combined_loader_states", self._data_is_made)
         self._wrap("on_run_start", self._run_starts)
         self._wrap("on_advance_end", self._epoch_ends)

@@ -22,6 +22,7 @@ from typing import Any
 import torch.utils.data
 
 from holdfast.adapters.lightning.logged import Resumed, metrics_of, put_back, resume_sums, sums_of
+from holdfast.adapters.lightning.made_loaders import MadeLoaders
 from holdfast.adapters.lightning.orders import Order, generators_of, orders_of, samplers_of
 from holdfast.adapters.lightning.plain_loaders import CHANGES, PlainLoaders, doubts_of
 from holdfast.adapters.lightning.validation_loaders import ValidationLoaders
@@ -60,6 +61,9 @@ class Place:
         self._validating = ValidationLoaders(
             self._fit.epoch_loop.val_loop, functools.partial(self._plain.tell, CHANGES)
         )
+        validation = self._fit.epoch_loop.val_loop
+        self.made = MadeLoaders(self._fit, lambda: self._fit._should_reload_train_dl)
+        self.made_to_validate = MadeLoaders(validation, lambda: validation._should_reload_val_dl)
         self._drawn: list[dict[str, Any]] = []
         self._within = False
         self._stepped = 0  # what the log counts steps by
@@ -84,6 +88,7 @@ class Place:
             "places": places,
             "generators": [generator.get_state() for generator in generators_of(self._fit._combined_loader)],
             "validation": self._validating.state_dict(),
+            "made": [self.made.state_dict(), self.made_to_validate.state_dict()],
             "logged": {name: dict(getattr(connector, name, {})) for name in _LAST_LOGGED},
             "sums": sums_of(self._fit.epoch_loop._results),
             "metrics": metrics_of(self._trainer.lightning_module),
@@ -107,6 +112,10 @@ class Place:
         progress = self._fit.epoch_progress.current
         self._within = progress.completed != progress.ready
         self._generators, self._reloads = state["generators"], state.get("reloads")
+        self._count_reloads()
+        training, validation = state.get("made") or ({}, {})
+        self.made.load_state_dict(training)
+        self.made_to_validate.load_state_dict(validation)
         self._drawn, self._places = state.get("orders") or [], state.get("places") or []
         self._validating.load_state_dict(state.get("validation") or {})
         self._trainer.should_stop = state["should_stop"]
@@ -236,10 +245,7 @@ class Place:
         if not self._within:  # nothing of the epoch before is left; its loaders have counted and drawn
             self._plain.begin_behind(self._places)
         trainer, self._begun_with = self._trainer, self._fit._combined_loader
-        if self._reloads is not None:
-            training, validating = self._reloads
-            self._fit._last_train_dl_reload_epoch = training
-            self._fit.epoch_loop.val_loop._last_val_dl_reload_epoch = validating
+        self._count_reloads()
         for callback in trainer.callbacks if self._within else ():
             if not any(kind.__name__ in _BY_EPOCH for kind in type(callback).__mro__):
                 continue
@@ -248,6 +254,12 @@ class Place:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
+
+    def _count_reloads(self) -> None:
+        if self._reloads is not None:
+            self._fit._last_train_dl_reload_epoch, self._fit.epoch_loop.val_loop._last_val_dl_reload_epoch = (
+                self._reloads
+            )
 
     def epoch_ends(self) -> None:
         """No batch of the epoch follows."""
