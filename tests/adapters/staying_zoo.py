@@ -145,6 +145,19 @@ STAYING = {
         kills=("3", "6", "end"),
         shown="after",
     ),
+    "workers that stay, evaluated in some of the steps": case(
+        inner="if i == 3: before += evaluate()", behind="pass", kills=("0,4", "1,2", "1,6")
+    ),
+    "workers that stay, asked for one batch in each step": case(
+        inner="before += next(iter(held))[0].sum().item()", behind="pass", kills=("0,5", "1,3")
+    ),
+    "workers that stay, evaluated in the steps of one loop": Case(
+        f"{SHORT}\nloader = {MADE}\nheld, before = {MADE}, 0.0\nfor i, (x, y) in enumerate(loader):\n    {{step}}\n    die(i)\n"
+        "    if i % 2 == 1:\n        for x, y in held: before += x.sum().item()",
+        at="i",
+        kills=("2", "5", "end"),
+        shown="before",
+    ),
     "workers that stay, with steps in a loop of their own": Case(
         f"{SHORT}\nloader = {MADE}\nfor epoch in range(3):\n    for i, (x, y) in enumerate(loader):\n        for k in range(2):\n"
         "            {step}\n            die(epoch, i, k)",

@@ -70,6 +70,8 @@ class StayingWorkers:
         self._owner = (os.getpid(), threading.get_ident())
         self._loaders: list[weakref.ref[DataLoader[Any]]] = []
         self._original: Any = None
+        self._places: dict[int, tuple[Any, ...]] = {}
+        self._moved: dict[str, Any] = {}
         self.reason = ""
 
     def begin(self) -> None:
@@ -194,6 +196,28 @@ class StayingWorkers:
             return "a DataLoader whose workers stay has begun that had not in the run that saved"
         return ""
 
+    def inner_begins(self, moved: Mapping[str, Any]) -> None:
+        """An innermost loop begins: what its steps go over besides is known by that from here on.
+
+        Args:
+            moved: what `moved` returned for the version that is taken up; empty if there is none.
+        """
+        self._places = {id(loader): _place(loader) for loader in self._begun()}
+        self._moved = dict(moved)
+
+    def moved(self, look: Callable[[], Mapping[str, DataLoader[Any]]], running: Collection[int]) -> dict[str, Any]:
+        """Returns what the workers keep of all loaders, if a step of the innermost loop has gone over another; empty if none has.
+
+        Args:
+            look: returns loaders by path.
+            running: `id` of those that loops go over which run now.
+        """
+        places = {id(loader): _place(loader) for loader in self._begun() if id(loader) not in running}
+        if any(self._places.get(key) != place for key, place in places.items()):
+            self._places |= places
+            self._moved = self.states(look(), running)
+        return self._moved
+
     def any_begun(self) -> bool:
         """Tell whether workers that stay are there."""
         return bool(self._begun())
@@ -275,9 +299,13 @@ class _Iterator(dataloader._MultiProcessingDataLoaderIter):
         """Returns the loader, if it is still there."""
         return self._ours()
 
+    def place(self) -> tuple[int, int]:
+        """Returns how often the loader was gone over, and how much was asked for."""
+        return self.begins, self._send_idx
+
     def asks(self, notes: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Asks each worker for a note behind all that it has to load, when it has taken over one; False if that has no room."""
-        place = (self.begins, self._send_idx)
+        place = self.place()
         if not notes and place == self._asked:
             return True  # nothing was loaded since
         self._asked = place
@@ -368,6 +396,12 @@ def _is_known(part: tuple[Any, str, frozenset[str]]) -> bool:
 def _method(loader: DataLoader[Any]) -> str:
     context = loader.multiprocessing_context or torch.multiprocessing
     return str(context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0])
+
+
+def _place(loader: DataLoader[Any]) -> tuple[Any, ...]:
+    """Returns what is another one when a loader was gone over since."""
+    iterator = loader._iterator
+    return (iterator.made["seed"], *iterator.place()) if isinstance(iterator, _Iterator) else (id(iterator),)
 
 
 def _facts(loader: DataLoader[Any]) -> list[int]:
