@@ -219,6 +219,13 @@ STAYING = {
         again={"N": "2"},
         kills=("2,3",),
     ),
+    "workers that stay, told otherwise at the second time": case(
+        "what a worker of 'loader' keeps is not what it was",
+        pre="def told(number): torch.utils.data.get_worker_info().dataset.shift = int(os.environ.get('N', 2))",
+        more=", worker_init_fn=told",
+        again={"N": "3"},
+        kills=("2,3",),
+    ),
     "workers that stay, not forked": Case(
         "if __name__ == '__main__':\n"
         "    loader = DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context='spawn')\n"

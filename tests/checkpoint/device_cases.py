@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import itertools
 import os
 import pickle
 import subprocess
@@ -44,6 +45,7 @@ from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.device import accelerator, chunk_staging, pinned_writes
+from holdfast.checkpoint.device.device_spots import ROOM_BYTES, DeviceSpots
 from holdfast.checkpoint.entries import carried_tensors, living_gradients
 from holdfast.checkpoint.entries.gradients_part import GradientsPart
 from holdfast.checkpoint.entries.rng import ProcessRandomness
@@ -353,7 +355,7 @@ def two_threads_never_fill_one_block() -> None:
 
 @bug
 def threads_queue_at_once() -> None:
-    SideStreams.queue = lambda self, targets, sources, blocks=None: self._queue(targets, sources, blocks)  # type: ignore[method-assign]
+    SideStreams.queue = lambda self, to, of, blocks=None, *, spots=(): self._queue(to, of, blocks, spots)  # type: ignore[method-assign]
 
 
 @case
@@ -951,6 +953,180 @@ def weights_that_are_written_beside_a_copy_give_the_version_up() -> None:
         again.checkpointer.close()
 
 
+def written_past_counts(write: Callable[[TwoNets], object], name: str, *, is_found: bool = True) -> None:
+    """Trains seven steps and writes by `.data` for the first time behind the last save: that is given up, or it is the state at its call."""
+
+    def state(job: TwoNets) -> list[torch.Tensor]:
+        kept = [entry["momentum_buffer"].cpu() for o in job.optimizers for entry in o.state.values()]
+        return job.weights() + kept
+
+    with directory() as root:
+        job = TwoNets(root / name)
+        job.checkpointer.restore()
+        for number in range(6):
+            job.step(number)
+        job.step(6, save=False)
+        expected, rate = state(job), 2 * MIB
+        simulated.set_copy_rate(rate)
+        handle = job.checkpointer.step(6)
+        assert handle is not None
+        write(job)
+        job.step(7, save=False)
+        simulated.set_copy_rate(0)
+        torch.accelerator.synchronize()
+        job.checkpointer._run.saver.fence.idle(20.0)  # type: ignore[union-attr]
+        assert is_found or not handle.given_up, handle.given_up
+        if not handle.given_up:
+            job.checkpointer.restore(handle.version)
+            assert all(map(torch.equal, state(job), expected)), f"torn: {name}"
+        else:
+            assert handle.given_up.startswith("written while it was copied: "), handle.given_up
+            late = job.checkpointer._run.saver._trust  # type: ignore[union-attr]
+            assert late._refused, "it is copied late again"
+            expected = state(job)
+            handle = job.checkpointer.step(7)
+            assert handle is not None
+            handle.wait("captured")
+            job.step(8, save=False)
+            job.checkpointer.restore(handle.version)
+            assert all(map(torch.equal, state(job), expected))
+        job.checkpointer.abandon()
+
+
+def clamp_all(job: TwoNets) -> None:
+    for net in job.nets:
+        for parameter in net.parameters():
+            parameter.data.clamp_(-1e-3, 1e-3)
+
+
+def beside(work: Callable[[], object]) -> None:
+    """On a stream that waits for nothing, in another thread."""
+
+    def in_thread() -> None:
+        with torch.Stream(device=place()):
+            work()
+
+    writer = threading.Thread(target=in_thread)
+    writer.start()
+    writer.join()
+
+
+@case
+def weights_that_are_written_past_torchs_counts_give_the_version_up() -> None:
+    each_alone()
+    written_past_counts(clamp_all, "all")
+    written_past_counts(lambda job: job.nets[1].weight.data.mul_(2), "one")  # type: ignore[operator]
+    written_past_counts(lambda job: beside(lambda: clamp_all(job)), "beside")
+
+
+@case
+def an_optimizers_state_that_is_written_past_torchs_counts_gives_the_version_up() -> None:
+    each_alone()
+
+    def decay(job: TwoNets) -> None:
+        for entry in job.optimizers[1].state.values():
+            entry["momentum_buffer"].data.zero_()
+
+    written_past_counts(decay, "state")
+
+
+class Waits:
+    """The pace of a pipeline that has waits, of which none comes."""
+
+    has_waits, device_rate, patience_s = True, 2.0 * MIB, 0.2
+
+    def beside(self, _: Any) -> int:
+        return 0
+
+    def begin(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    turn = hurry = copied = queued = begin
+
+
+@case
+def weights_are_looked_at_in_the_waits_of_a_pipeline() -> None:
+    each_alone()
+    save = memory_saver.Saver._save
+
+    def paced(self: Any, *words: Any, **options: Any) -> None:
+        self.fence.pace = Waits()
+        save(self, *words, **options)
+
+    memory_saver.Saver._save = paced  # type: ignore[method-assign]
+    written_past_counts(lambda _: None, "nothing", is_found=False)
+    written_past_counts(clamp_all, "all")
+
+
+@case
+def a_full_device_holds_its_streams_until_all_is_copied() -> None:
+    """It has no memory to look at what is written, which comes behind the copy instead."""
+    each_alone()
+    with full_device():
+        written_past_counts(clamp_all, "full", is_found=False)
+
+
+@case
+def spots_are_those_at_the_call_on_every_device() -> None:
+    """Before what is queued behind it on the current stream, of tensors of all layouts; compared with what lies in the slot."""
+    simulated.set_copy_rate(MIB)
+    streams = SideStreams()
+    base = torch.arange(16 * 1024.0)
+    sources = [
+        layout.to(place(index))
+        for index in (0, 1, 0)
+        for layout in (
+            base.view(2, 8, 32, 32).contiguous(memory_format=torch.channels_last),
+            base.bfloat16()[1:],
+            base[:3].bool(),
+        )
+    ]
+    starts = [0, *itertools.accumulate(-(-source.nbytes // 16) * 16 for source in sources)]
+    end = starts.pop()
+    with slot_of(end + ROOM_BYTES) as (slot, _):
+        streams.pin(slot, place())
+        payload = torch.frombuffer(slot.view, dtype=torch.uint8)
+        targets = [
+            payload[start : start + source.nbytes].view(source.dtype).view(source.shape)
+            for start, source in zip(starts, sources, strict=True)
+        ]
+        spots = DeviceSpots(sources, starts)
+        for written in (False, True):
+            simulated.sleep(0.05)
+            sources[0].mul_(3)
+            turn = spots.next()
+            pairs = streams.look(turn, payload[end : end + turn.num_bytes])
+            assert pairs is not None
+            copy = streams.queue(targets, sources, spots=pairs)
+            if written:
+                sources[-3].data.add_(1)
+            else:
+                copy.hold_current_streams()
+                for source in sources[:-3]:
+                    source.data.copy_(source * 2)
+            assert copy.wait(never)
+            differing = turn.differing(payload.numpy(), end)
+            assert differing == ({6} if written else set()), f"other spots: {differing}"
+        assert streams.unpin(20.0)
+        del payload, targets
+
+
+@bug
+def spots_are_taken_beside_what_is_queued() -> None:
+    look = SideStreams.look
+
+    def later(self: SideStreams, spots: Any, target: torch.Tensor) -> Any:
+        with self._stream(place()):
+            return look(self, spots, target)
+
+    SideStreams.look = later  # type: ignore[method-assign]
+
+
+@bug
+def nobody_looks_at_devices() -> None:
+    late_copy_check.DeviceCheck.torn = lambda *_: set()  # type: ignore[method-assign]
+
+
 @bug
 def nobody_counts_writes() -> None:
     late_copy_check.WriteCounts.written = lambda _: ""  # type: ignore[method-assign]
@@ -966,6 +1142,7 @@ def only_the_first_step_comes_behind_a_copy() -> None:
         return held
 
     Fence._hold = once  # type: ignore[method-assign]
+    nobody_looks_at_devices()
 
 
 @bug
@@ -977,6 +1154,7 @@ def a_settled_copy_is_awaited_by_streams_alone() -> None:
             wait(self, job, *words, **options)
 
     Fence._wait = by_streams  # type: ignore[method-assign, assignment]
+    nobody_looks_at_devices()
 
 
 class HostMomentum(torch.optim.SGD):
@@ -1718,6 +1896,7 @@ def a_step_in_a_graph_is_captured_and_never_copied_late() -> None:
 def nobody_looks_for_graphs() -> None:
     accelerator.Device.capturing = lambda _: False  # type: ignore[method-assign]
     memory_saver.Saver._look_for_graphs = lambda _: None  # type: ignore[method-assign]
+    nobody_looks_at_devices()
 
 
 # --- restore

@@ -77,7 +77,9 @@ def make(worker_slot: WorkerSlot, number: int, *, still: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
-def test_what_nothing_wakes_is_ended_after_ten_cuts(worker_slot_of: Callable[[str], WorkerSlot], number: int) -> None:
+def test_what_nothing_wakes_is_ended_after_ten_cuts(
+    worker_slot_of: Callable[[str], WorkerSlot], number: int, caplog: pytest.LogCaptureFixture
+) -> None:
     worker_slot = worker_slot_of(SLEEPS)
     make(worker_slot, number, still=True)
     killed = look(worker_slot, 0, 70)
@@ -87,6 +89,7 @@ def test_what_nothing_wakes_is_ended_after_ten_cuts(worker_slot_of: Callable[[st
         < killed
         < worker_eviction.CUT_S * (worker_eviction.STILL_CUTS + 5)
     )
+    assert (worker_eviction.STOPPED in caplog.text) == (number == signal.SIGSTOP)
 
 
 def test_what_computes_has_its_time(worker_slot_of: Callable[[str], WorkerSlot]) -> None:
@@ -125,31 +128,57 @@ def test_who_was_killed_for_standing_still_is_told_from_who_died(worker_slot_of:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [(), ("wait",)], ids=["met", "waits"])
-def test_ranks_that_meet_in_a_file_outlive_one_kill(how: tuple[str, ...], tmp_path: Path, runtime_dir: Path) -> None:
+@pytest.mark.parametrize("how", ["", "wait", "own"])
+def test_ranks_that_meet_in_a_file_outlive_one_kill(how: str, tmp_path: Path, runtime_dir: Path) -> None:
     """Nothing wakes who waits in a store that is a file: its own end is no second failure, and nobody else is ordered anew."""
-    script = Path(__file__).with_name("file_store_worker.py")
-    command = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--standalone", "--nproc-per-node=2"]
-    done = forked.run([*command, "--max-restarts=1", str(script), str(tmp_path), *how], capture_output=True, text=True)
+    num_ranks = 3 if how == "own" else 2
+    script = [str(Path(__file__).with_name("file_store_worker.py")), str(tmp_path), *filter(None, [how])]
+    command = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--standalone", "--max-restarts=1"]
+    done = forked.run([*command, f"--nproc-per-node={num_ranks}", *script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(re.findall(r"rank \d ends, recoveries \d", done.stdout)) == [
-        "rank 0 ends, recoveries 1", "rank 1 ends, recoveries 1",
-    ]  # fmt: skip
-    assert ("stands in a wait" in done.stderr) == bool(how)
+        f"rank {rank} ends, recoveries 1" for rank in range(num_ranks)
+    ]
+    assert ("stands in a wait" in done.stderr) == (how == "wait")
 
 
-def test_all_ranks_of_a_job_meet_at_its_store_and_others_in_their_file() -> None:
-    asked: list[str] = []
+@pytest.mark.slow
+def test_who_stands_in_a_run_that_is_over_is_not_given_the_grace_of_a_last_save(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    job = Job(tmp_path, script=str(Path(__file__).with_name("file_store_worker.py")))
+    try:
+        launcher = job.launch("--standalone", "--nproc-per-node=2", "--max-restarts=1", worker=("wait",))
+        wait_for(lambda: "incarnation 2" in job.logs(), "the order", job.logs)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 128 + signal.SIGTERM
+        assert "stands in a wait" in job.logs()
+    finally:
+        job.end()
 
-    def handler(url: str, **_: object) -> Iterator[tuple[HashStore, int, int]]:
+
+def test_groups_as_large_as_a_job_that_came_back_meet_at_its_store_and_others_in_their_file() -> None:
+    asked: list[object] = []
+
+    def file(url: str, **_: object) -> Iterator[tuple[HashStore, int, int]]:
         asked.append(url)
         yield HashStore(), 1, 2
 
-    meet = interruptible_store._met(handler, handler, lambda: {"RANK": "1", "WORLD_SIZE": "2"})
-    (store, *place), = meet("file:///a/b?rank=1&world_size=2")  # fmt: skip
-    assert (type(store), place) == (PrefixStore, [1, 2])
-    list(meet("file:///a/b?rank=1&world_size=3"))
-    assert asked == ["env://?rank=1&world_size=2", "file:///a/b?rank=1&world_size=3"]
+    def reach(host: str, port: int, **_: object) -> HashStore:
+        asked.append((host, port))
+        return HashStore()
+
+    order = {"WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "9", "TORCHELASTIC_RESTART_COUNT": "1"}
+    meet = interruptible_store._met(file, reach, lambda: order)
+    (store, *place), = meet("file:///a/b?rank=0&world_size=2")  # fmt: skip
+    assert (type(store), place, asked) == (PrefixStore, [0, 2], [("::1", 9)])
+    others = ["file:///a/b?rank=1&world_size=3", "file://b?rank=1&world_size=2", "file:///a/b?world_size=2"]
+    order_before = {**order, "TORCHELASTIC_RESTART_COUNT": "0"}
+    for url in others:
+        list(meet(url))
+    list(interruptible_store._met(file, reach, lambda: order_before)("file:///a/b?rank=1&world_size=2"))
+    list(interruptible_store._met(file, reach, dict)("file:///a/b?rank=1&world_size=2"))
+    assert asked[1:] == [*others, *["file:///a/b?rank=1&world_size=2"] * 2]
 
 
 @pytest.mark.slow

@@ -276,6 +276,8 @@ class SlotView:
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         self.targets = [part.view_in(base) for part in plan.parts]
+        self._behind = base[plan.num_bytes :]
+        self._places: dict[int, torch.Tensor | None] = {}  # there, by their bytes
         self.record: Record | None = None
         self.known: Mapping[str, Known] = {}
         self.spots: tuple[object, Spots | None] = (None, None)
@@ -326,6 +328,13 @@ class SlotView:
                 first, num_bytes = image.plan.values_span
                 start = image.start + first
                 memory[start : start + num_bytes] = values[image.ref.bundle_id]
+
+    def behind_images(self, num_bytes: int) -> torch.Tensor | None:
+        """The bytes of the slot behind the images, where nobody looks but who writes there; None: it has not so many."""
+        if num_bytes not in self._places:
+            room = self._behind.narrow(0, 0, num_bytes) if num_bytes <= len(self._behind) else None
+            self._places[num_bytes] = room
+        return self._places[num_bytes]
 
     def write_header(self, image: PlacedImage) -> None:
         """The header of an image."""

@@ -10,8 +10,13 @@ What is found: every write through torch that is counted, every tear by a write 
 nearly every write of most of a tensor. What may be missed: a write past torch's counts (`.data`, another library) of a few
 elements, until the stretch comes by. `verify_capture` compares everything.
 
-Of tensors on devices only the counts are compared, once (`WriteCounts`): what is queued behind the copy is known to come behind it only
-from the fence on. Used by `checkpoint.save.memory_saver` and `checkpoint.save.save_completion`.
+Of tensors on devices the counts are compared once (`WriteCounts`): what is queued behind the copy is known to come behind it only
+from the fence on. Their spots are taken by the device itself, in front of whatever is queued behind the call
+(`checkpoint.device.device_spots`), and compared with the slot alone (`DeviceCheck`): 128 bytes of each tensor, of many tensors a
+quarter in a save, 1,024 at most, and others in the next. So a write past torch's counts is found there if it changes most of
+many tensors, and else in its turn.
+
+Used by `checkpoint.save.memory_saver` and `checkpoint.save.save_completion`.
 """
 
 from __future__ import annotations
@@ -27,9 +32,10 @@ import numpy.typing as npt
 import torch
 
 from holdfast.base.terminal import some_of
-from holdfast.checkpoint.capture.copy_plan import SlotView, Structure, rows_of
+from holdfast.checkpoint.capture.copy_plan import Copies, Plan, SlotView, Split, Structure, rows_of
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, digest, digest_at
 from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, has_spots
+from holdfast.checkpoint.device.device_spots import DeviceSpots, Turn
 from holdfast.checkpoint.entries.tensor_words import Writes
 from holdfast.checkpoint.entries.types import LiveTensor
 from holdfast.core.model import Piece
@@ -128,6 +134,24 @@ class WriteCounts:
             return self._found
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceCheck:
+    """Holds what one version's late parts on devices were at the call, once the copy is complete: it lies in the slot.
+
+    Attributes:
+        names: of the parts.
+        spots: which spots.
+    """
+
+    names: Sequence[str]
+    spots: Turn
+
+    def torn(self, view: SlotView) -> set[str]:
+        """Names of entries that are not in the slot as they were at the call."""
+        payload = np.frombuffer(view.slot.view, np.uint8)
+        return {self.names[number] for number in self.spots.differing(payload, view.plan.num_bytes)}
+
+
 class _Parts:
     """The late parts of one structure, as long as their memory stays.
 
@@ -196,8 +220,15 @@ class LateCopyChecker:
     """Makes the checks of one rank's saves."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Holds no tensor of the state any more, until the next look."""
         self._key: object = None
         self._parts: _Parts | None = None
+        self._of: tuple[Split, Plan] | None = None
+        self._on_devices = DeviceSpots((), ())
+        self._names: list[str] = []
 
     def look(
         self, key: object, structure: Structure, late: Sequence[int], tensors: Mapping[str, LiveTensor], *, turn: int
@@ -214,3 +245,18 @@ class LateCopyChecker:
         if key != self._key:
             self._key, self._parts = key, _Parts(late, structure.pieces, tensors)
         return self._parts.look(turn) if self._parts is not None and self._parts.indices else None
+
+    def on_devices(self, split: Split, plan: Plan, late: Copies) -> DeviceCheck:
+        """Chooses what is looked at of late parts on devices; the caller sees to it that it is read.
+
+        Args:
+            split: another object whenever other parts are copied late, or the memory of their tensors changes.
+            plan: where they lie in a slot.
+            late: them.
+        """
+        if self._of is None or self._of[0] is not split or self._of[1] is not plan:
+            parts = [plan.parts[index] for index in late.device_parts]
+            self._names = [part.name for part in parts]
+            self._on_devices = DeviceSpots(late.device_sources, [part.start for part in parts])
+            self._of = split, plan
+        return DeviceCheck(self._names, self._on_devices.next())

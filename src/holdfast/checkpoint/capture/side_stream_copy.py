@@ -34,12 +34,15 @@ from holdfast.checkpoint.capture.bounce_buffers import BounceBuffers
 from holdfast.checkpoint.capture.one_at_a_time import OneAtATime
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.accelerator import device_of
+from holdfast.checkpoint.device.device_spots import ROOM_BYTES, Turn
 from holdfast.tiers.memory.slots import Slot
 
 logger = logging.getLogger(__name__)
 
 # Events with times, before and behind a copy on its side stream.
 Span: TypeAlias = tuple[torch.Event, torch.Event]
+# Targets in host memory, each with its source on a device.
+Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 _device, _num_bytes = attrgetter("device"), attrgetter("nbytes")
 # How far a device may be behind its host, by default.
@@ -155,6 +158,7 @@ class SideStreams:
         self._full: set[torch.device] = set()
         self._turns = OneAtATime()
         self._block_memory: dict[torch.device, torch.Tensor | None] = {}
+        self._spot_memory: dict[torch.device, torch.Tensor | None] = {}
         self._registered: dict[int, tuple[int, torch.device]] = {}
         self._unfinished: deque[_Writing] = deque()
 
@@ -172,11 +176,50 @@ class SideStreams:
                 "%s does not register a slot of %d bytes; saves wait for their copies", device, slot.num_bytes
             )
 
+    def is_late(self, target: torch.Tensor) -> bool:
+        """Return whether a copy there may be queued: memory that the driver does not know is written before the call
+        returns.
+        """
+        at = target.data_ptr()
+        known = any(address <= at < address + length for address, (length, _) in self._registered.items())
+        return known or target.is_pinned()
+
+    def look(self, spots: Turn, target: torch.Tensor) -> Pairs | None:
+        """Queues on the current streams what brings spots together, in memory of their devices.
+
+        Args:
+            spots: which.
+            target: where they go, as bytes.
+
+        Returns:
+            what is still to be copied there, for `queue`; None: a device has no memory left for it, or cannot.
+        """
+        pairs = []
+        targets = torch.split(target, list(spots.sizes.values())) if len(spots.sizes) > 1 else (target,)
+        for (device, views), place in zip(spots.views.items(), targets, strict=True):
+            memory = self._memory_for_spots(device)
+            if memory is None:
+                return None
+            together = spots.together.get(device)
+            if together is None:
+                together = spots.together[device] = memory[: spots.sizes[device]]
+            try:
+                with torch.no_grad():
+                    torch.cat(views, out=together)
+            except RuntimeError as error:  # if the device failed, what is queued next tells
+                logger.warning("%s does not bring elements together, and waits for its copies: %s", device, error)
+                self._spot_memory[device] = None
+                return None
+            pairs.append((place, together))
+        return pairs
+
     def queue(
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         blocks: dict[torch.device, BlockCopies] | None = None,
+        *,
+        spots: Pairs = (),
     ) -> DeviceCopy:
         """Queues the copies behind everything that the current streams hold now. Into memory that no driver knows they are
         made before it returns (`checkpoint.capture.bounce_buffers`).
@@ -185,19 +228,21 @@ class SideStreams:
             targets: in host memory, in a slot.
             sources: on devices, of the same shapes.
             blocks: what was planned for these very targets before, by device; kept here. None: each goes alone.
+            spots: copied with those of their device; of `look`.
 
         Raises:
             LevelNotReached: those, and a device hangs or failed, or the job broke off. Or this thread queues already: it
                 was interrupted, and memory of the device is half filled.
         """
         # What is filled, on the device and in pinned memory, is one thread's until it is sent.
-        return self._turns.run(partial(self._queue, targets, sources, blocks))
+        return self._turns.run(partial(self._queue, targets, sources, blocks, spots))
 
     def _queue(
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         blocks: dict[torch.device, BlockCopies] | None,
+        spots: Pairs,
     ) -> DeviceCopy:
         devices = list(map(_device, sources))
         by_device = {device: [i for i, other in enumerate(devices) if other == device] for device in set(devices)}
@@ -211,13 +256,13 @@ class SideStreams:
                 self._unfinished.append(writing)
                 with stream, torch.no_grad():
                     began = interface.record(stream)
-                    todo, is_queued = members, self._is_registered(targets[members[0]])
+                    todo, is_queued = members, self.is_late(targets[members[0]])
                     if is_queued and blocks is not None and len(by_device) == 1:
                         if device not in blocks:
                             blocks[device] = BlockCopies(targets, partial(self._memory, device))
                         blocks[device].queue(sources)
                         todo = blocks[device].others
-                    pairs = [(targets[i], sources[i]) for i in todo]
+                    pairs = [(targets[i], sources[i]) for i in todo] + [p for p in spots if p[1].device == device]
                     left = self._left(device, pairs) if is_queued else pairs
                     self._bounce(device).copy(stream, [copy_plan.as_in_memory(to, of) for to, of in left])
                     writing.ended = ended = interface.record(stream)
@@ -260,9 +305,7 @@ class SideStreams:
             self._unpin(address)
         return True
 
-    def _left(
-        self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    def _left(self, device: torch.device, pairs: Pairs) -> Pairs:
         """Queues the copies; returns those that the host has to put in order, for a device that is full."""
         plain = [pair for pair in pairs if is_plain(pair[1])]
         if plain:
@@ -292,19 +335,22 @@ class SideStreams:
                 self._block_memory[device] = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
         return self._block_memory[device]
 
+    def _memory_for_spots(self, device: torch.device) -> torch.Tensor | None:
+        """The memory of a device for spots; None: it has none left. It stays: what fills it may lie on any stream, and comes before
+        the side stream's copy of it, behind which no other one is read.
+        """
+        if device not in self._spot_memory:
+            self._spot_memory[device] = None
+            try:
+                self._spot_memory[device] = torch.empty(ROOM_BYTES, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:
+                logger.warning("%s has no memory left for %d bytes, and waits for its copies", device, ROOM_BYTES)
+        return self._spot_memory[device]
+
     def _bounce(self, device: torch.device) -> BounceBuffers:
         if device not in self._bounces:
             self._bounces[device] = BounceBuffers(device, behind_s=self._behind_s)
         return self._bounces[device]
-
-    def _is_registered(self, target: torch.Tensor) -> bool:
-        """Return whether a copy there may be queued: memory that the driver does not know is written before the call
-        returns.
-        """
-        at = target.data_ptr()
-        return target.is_pinned() or any(
-            address <= at < address + length for address, (length, _) in self._registered.items()
-        )
 
     def _unpin(self, address: int) -> None:
         known = self._registered.pop(address, None)

@@ -8,7 +8,7 @@ has one more for each MiB.
 Reading costs some 50 ns a spot where nothing is in the processor's caches: the addresses are worked out once, and one
 indexed read per element size follows. Before it every tensor is asked where its memory is, for torch moves that in place
 (`share_memory`, a tensor that is sent to another process) or takes it away (`resize_(0)` of a storage). Tensors on devices
-have no spots here.
+have theirs in `checkpoint.device.device_spots`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Accelerators behind one interface, and chunks on their way to them."""
+"""Accelerators behind one interface, chunks on their way to them, and what is looked at there."""

@@ -30,11 +30,11 @@ from holdfast.base.events import Events
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.capture import copy_plan, paced_copy
 from holdfast.checkpoint.capture.copy_plan import Batch, Copies, Plan, SlotView, Split, Structure
-from holdfast.checkpoint.capture.late_copy_check import CopyCheck, LateCopyChecker, WriteCounts
+from holdfast.checkpoint.capture.late_copy_check import CopyCheck, DeviceCheck, LateCopyChecker, WriteCounts
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, can_digest, differing, digest
 from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, STEPPED, Fence, LateCopyJob, Opened, Pace
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
-from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
+from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, Pairs, SideStreams
 from holdfast.checkpoint.capture.twin_comparison import Shared
 from holdfast.checkpoint.capture.unchanged_images import Look, UnchangedImages, stands
 from holdfast.checkpoint.device import accelerator
@@ -397,6 +397,7 @@ class Saver:
             open_checkpointers.broken.stuck = "a device does not finish what it writes to the memory of a save"
             logger.error("%s; this process must end before that memory is used again", open_checkpointers.broken.stuck)
         self._last_late = None
+        self._checks.forget()
         for view in self._views.values():
             view.forget()
         self._views.clear()
@@ -590,10 +591,11 @@ class Saver:
         pledged = [LatePiece(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
         names = [parts[i].name for i in late.device_parts]
         counts = WriteCounts(names, list(late.device_sources), self._trust)
-        device = self._queue(now, late) if now.device_targets or late.device_targets else None
+        check, spots = self._spots_of(taken, view, late)
+        device = self._queue(now, late, spots) if now.device_targets or late.device_targets else None
         copy_plan.copy_at_once(now, self._num_threads)
         watched = [ImmediatePiece(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
-        ending = replace(self._ending(taken, view, unchanged), watched=watched, pledged=pledged)
+        ending = replace(self._ending(taken, view, unchanged), watched=watched, pledged=pledged, on_devices=check)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
             job = LateCopyJob(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
@@ -632,14 +634,29 @@ class Saver:
         most = copy_plan.PACED_BATCH_BYTES if self.fence.pace else copy_plan.BATCH_BYTES
         return late.batches(most)
 
-    def _queue(self, now: Copies, late: Copies) -> DeviceCopy | PacedCopy | None:
-        """Copies from devices. The current streams wait for what may change at any time; for the rest only the fence."""
+    def _spots_of(self, taken: _Taken, view: SlotView, late: Copies) -> tuple[DeviceCheck | None, Pairs | None]:
+        """Queues a look at late parts on devices: how they are compared later, and copies for that, None if nobody can look."""
+        if not late.device_targets or not self._streams.is_late(late.device_targets[0]):
+            return None, ()  # what no driver registers is copied in the call
+        check = self._checks.on_devices(taken.split, view.plan, late)
+        place = view.behind_images(check.spots.num_bytes)
+        pairs = self._streams.look(check.spots, place) if place is not None else None
+        return (check, pairs) if pairs is not None else (None, None)
+
+    def _queue(self, now: Copies, late: Copies, spots: Pairs | None) -> DeviceCopy | PacedCopy | None:
+        """Copies from devices. The current streams wait for what may change at any time; for the rest only the fence.
+
+        They wait for all if there are no `spots`, so that what is queued on them from here on cannot tear it.
+        """
         first = self._streams.queue(now.device_targets, now.device_sources, now.blocks)
         first.hold_current_streams()
         pace = self.fence.pace
-        if pace is not None and pace.has_waits and self._config.overlap:
-            return self._paced(first, late, pace)
-        both = first + self._streams.queue(late.device_targets, late.device_sources, late.blocks)
+        if pace is not None and pace.has_waits and self._config.overlap and spots is not None:
+            seen = self._streams.queue([to for to, _ in spots], [of for _, of in spots])
+            return self._paced(first + seen, late, pace)
+        both = first + self._streams.queue(late.device_targets, late.device_sources, late.blocks, spots=spots or ())
+        if spots is None:
+            both.hold_current_streams()
         if self._config.overlap:
             return both
         until = time.monotonic() + self._config.close_timeout_s
@@ -662,6 +679,7 @@ class Saver:
         if gathered.storages != self._storages:
             self._storages = gathered.storages
             self._trust.forget()
+            self._checks.forget()
             for view in self._views.values():  # each would keep what was replaced until its slot has its turn
                 view.forget()
         self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)

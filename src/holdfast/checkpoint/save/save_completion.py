@@ -20,7 +20,7 @@ import torch
 from holdfast.base.errors import KeeperLost
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.capture.copy_plan import SlotView
-from holdfast.checkpoint.capture.late_copy_check import CopyCheck
+from holdfast.checkpoint.capture.late_copy_check import CopyCheck, DeviceCheck
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, differing, digest
 from holdfast.checkpoint.capture.unchanged_images import Look
 from holdfast.checkpoint.save.save_handle import SaveHandle
@@ -53,7 +53,8 @@ class SaveCompletion:
 
     Attributes:
         view: the slot.
-        check: what late parts were at the call; None if nothing was copied late.
+        check: what late parts in host memory were at the call; None if nothing was copied late.
+        on_devices: the same of those on devices, which a step need not wait for.
         spots: of what ranks of this node share, for the keeper to compare.
         unchanged: what was not copied; None if nothing was looked at.
         give_up: called with the handle and the reason if the version cannot be completed.
@@ -67,6 +68,7 @@ class SaveCompletion:
     watched: Sequence[ImmediatePiece] = ()
     pledged: Sequence[LatePiece] = ()
     check: CopyCheck | None = None
+    on_devices: DeviceCheck | None = None
     spots: bytes = b""
     unchanged: Look | None = None
 
@@ -112,6 +114,8 @@ class SaveCompletion:
             wrong = {piece.name for piece in self.pledged if digest(piece.copy) != piece.digest}
             if self.check is not None:
                 wrong |= self.check.torn(self.view)
+            if self.on_devices is not None:
+                wrong |= self.on_devices.torn(self.view)
         except Exception as error:  # what was not checked does not count
             logger.exception("the late copy of %s was not checked", self.handle.version)
             return f"the late copy was not checked: {type(error).__name__}: {error}"

@@ -5,8 +5,8 @@ may be gone within milliseconds: a second failure right after the first has open
 a thread, which the main thread waits for in Python. One that is given up is left behind, as nothing can end it; it asks
 a port that nobody listens on, ever more rarely.
 
-All ranks of a job that meet in a file (`init_method="file://..."`) meet at the store of their incarnation instead. The file has what ranks
-before them wrote there, and nothing interrupts who waits for more. Torch's own handler serves other groups.
+Ranks that meet in a file (`init_method="file://..."`) do so as under torchrun until a fault. The file has what ranks before the fault
+wrote there, so a group as large as the job meets at the store of its incarnation from then on. Torch's own handler serves other groups.
 
 Used by `elastic.worker.worker_main`.
 """
@@ -16,11 +16,14 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from torch.distributed.distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 # Not `torch.distributed.rendezvous`, which is a function of the same name.
@@ -37,8 +40,8 @@ def install(environment: Callable[[], Mapping[str, str]]) -> None:
     if reach is not None:  # else this torch reaches elsewhere; who is stuck there is killed by the agent
         _torch._create_c10d_store = _beside(reach)
     handlers = getattr(_torch, "_rendezvous_handlers", {})
-    if "file" in handlers and "env" in handlers:
-        handlers["file"] = _met(handlers["file"], handlers["env"], environment)
+    if "file" in handlers:
+        handlers["file"] = _met(handlers["file"], _beside(TCPStore), environment)
 
 
 def _beside(reach: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,18 +69,30 @@ def _beside(reach: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _met(
-    file: Callable[..., Iterator[Any]], env: Callable[..., Iterator[Any]], environment: Callable[[], Mapping[str, str]]
+    file: Callable[..., Iterator[Any]], reach: Callable[..., Any], environment: Callable[[], Mapping[str, str]]
 ) -> Callable[..., Iterator[Any]]:
-    """Return torch's handler of files, but for all ranks of a job: those get what that of `env://` gives."""
+    """Return torch's handler of files, but for groups as large as a job that came back: they meet at its store.
+
+    Which rank of the group somebody is, and what the script made of its environment, are the script's own. Ranks may reach one
+    file by several paths, and one after the other in the same file.
+    """
+    met: Counter[tuple[str, str, str]] = Counter()
 
     @functools.wraps(file)
     def meeting(url: str, **kwargs: Any) -> Iterator[Any]:
         parts, order = urlsplit(url), environment()
         asked = parse_qs(parts.query)
-        if any(asked.get(name) != [order.get(name.upper())] for name in ("rank", "world_size")):
+        recoveries = order.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if not (
+            recoveries != "0" and parts.path and "rank" in asked and asked.get("world_size") == [order["WORLD_SIZE"]]
+        ):
             yield from file(url, **kwargs)
             return
-        for store, rank, size in env(f"env://?{parts.query}", **kwargs):
-            yield PrefixStore(parts.path, store), rank, size
+        limit = kwargs.get("timeout", default_pg_timeout)
+        store = reach(order["MASTER_ADDR"], int(order["MASTER_PORT"]), is_master=False, timeout=limit)
+        name = PurePath(parts.path).name
+        met[recoveries, order["MASTER_PORT"], name] += 1
+        prefix = f"file/{name}/{met[recoveries, order['MASTER_PORT'], name]}"
+        yield PrefixStore(prefix, store), int(asked["rank"][0]), int(order["WORLD_SIZE"])
 
     return meeting

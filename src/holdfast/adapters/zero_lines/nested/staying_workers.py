@@ -89,8 +89,11 @@ class StayingWorkers:
             self._knows(loader)
             if not self._is_mine() or self.why_not(loader):
                 return original(loader)
+            slots = self._slots(loader)
+            if not slots:
+                return original(loader)
             loader.check_worker_number_rationality()
-            return _Iterator(self, loader, None)
+            return _Iterator(self, loader, slots, None)
 
         DataLoader._get_iterator = _get_iterator  # type: ignore[method-assign, assignment]
 
@@ -179,7 +182,9 @@ class StayingWorkers:
                 return f"{path!r} has other workers than in the run that saved"
             if loader._iterator is None:
                 self._knows(loader)
-                loader._iterator = _Iterator(self, loader, state)
+                if not (slots := self._slots(loader)):
+                    return self.reason
+                loader._iterator = _Iterator(self, loader, slots, state)
             iterator = loader._iterator
             assert isinstance(iterator, _Iterator)
             if iterator.made != {key: state[key] for key in iterator.made}:
@@ -251,6 +256,13 @@ class StayingWorkers:
         """Tell whether anything is, or may be, saved."""
         return self._is_mine() and self._is_on()
 
+    def _slots(self, loader: DataLoader[Any]) -> list[Slot]:
+        try:
+            return [Slot() for _ in range(loader.num_workers)]
+        except OSError as error:
+            self.doubt(f"{_STAY}, and there is no memory to hear of what they keep: {error}")
+            return []
+
     def _knows(self, loader: DataLoader[Any]) -> None:
         self._loaders = [each for each in self._loaders if each() not in (None, loader)]
         self._loaders.append(weakref.ref(loader))
@@ -269,17 +281,23 @@ class _Iterator(dataloader._MultiProcessingDataLoaderIter):
     Args:
         workers: who makes it.
         loader: it goes over this one.
+        slots: memory that is shared with each worker.
         saved: what is noted of one in the run that saved; None: workers begin as torch has it.
 
     Attributes:
-        slots: shared with each worker.
         made: how the workers were made: plain values.
         begins: how often the loader was gone over.
     """
 
-    def __init__(self, workers: StayingWorkers, loader: DataLoader[Any], saved: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        workers: StayingWorkers,
+        loader: DataLoader[Any],
+        slots: Sequence[Slot],
+        saved: Mapping[str, Any] | None,
+    ) -> None:
         self._keeper, self._ours = weakref.ref(workers), weakref.ref(loader)
-        self.slots = [Slot() for _ in range(loader.num_workers)]
+        self._slots = slots
         self.begins = 0
         self._asked = (0, 0)
         self._messages = 1  # a worker makes its first fetcher without one
@@ -288,8 +306,8 @@ class _Iterator(dataloader._MultiProcessingDataLoaderIter):
             list(saved["modes"]) if saved is not None else [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
         )
         if torch.is_autocast_enabled("cpu"):
-            workers.doubt(f"{_STAY}, and were made under autocast")
-        stand_in = _StandIn(loader, Noting(loader.worker_init_fn, self.slots, workers._reach), saved)
+            workers.doubt("the workers of a DataLoader stay, and were made under autocast of the CPU")
+        stand_in = _StandIn(loader, Noting(loader.worker_init_fn, self._slots, workers._reach), saved)
         with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
             super().__init__(stand_in)
         self._index_sampler = loader._index_sampler
@@ -313,8 +331,8 @@ class _Iterator(dataloader._MultiProcessingDataLoaderIter):
         kept: list[Mapping[str, Any] | None] = [
             {key: note[key] for key in ("rows", "gone", "generators")} for note in notes
         ]
-        kept = kept or [None] * len(self.slots)
-        told = [slot.ask(self._messages, note) for slot, note in zip(self.slots, kept, strict=True)]
+        kept = kept or [None] * len(self._slots)
+        told = [slot.ask(self._messages, note) for slot, note in zip(self._slots, kept, strict=True)]
         if not all(told):
             return False
         for queue in self._index_queues:
@@ -324,12 +342,12 @@ class _Iterator(dataloader._MultiProcessingDataLoaderIter):
     def answers(self) -> list[dict[str, Any]]:
         """Returns the notes; of a worker that says nothing in time, that it does not."""
         deadline = time.monotonic() + PATIENCE_S
-        notes = [slot.answered(self._messages) for slot in self.slots]
+        notes = [slot.answered(self._messages) for slot in self._slots]
         pause = 0.0005
         while None in notes and time.monotonic() < deadline and all(each.is_alive() for each in self._workers):
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
-            notes = [note or slot.answered(self._messages) for note, slot in zip(notes, self.slots, strict=True)]
+            notes = [note or slot.answered(self._messages) for note, slot in zip(notes, self._slots, strict=True)]
         return [note or {"reason": "does not say what it keeps"} for note in notes]
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -349,6 +367,10 @@ class _Iterator(dataloader._MultiProcessingDataLoaderIter):
             found = super()._get_data()  # type: ignore[no-untyped-call]
             if getattr(found[0], "seed", None) != _PROBE:
                 return found
+
+
+# The script sees what torch would have made.
+_Iterator.__name__ = _Iterator.__qualname__ = dataloader._MultiProcessingDataLoaderIter.__name__
 
 
 class _StandIn:

@@ -12,7 +12,7 @@ import os
 import random
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class Noting:
         reach: looks.
     """
 
-    def __init__(self, init: Callable[[int], Any] | None, slots: list[Slot], reach: Reach) -> None:
+    def __init__(self, init: Callable[[int], Any] | None, slots: Sequence[Slot], reach: Reach) -> None:
         self._init, self._slots, self._reach = init, slots, reach
         self._calls = 0
         self._first: Look | None = None

@@ -466,7 +466,7 @@ class Walk:
             self.found.loaders[path] = weakref.ref(value)
             why = self.why_not_staying(value)
             if asks and why:
-                self.found.unsure.append((path, f"DataLoader that cannot be taken up ({why}),"))
+                self.found.unsure.append((path, f"DataLoader that cannot be taken up ({why})"))
         # What its workers keep is looked at in them.
         shown = {key: part for key, part in attributes_of(value).items() if key != "_iterator"}
         self.keys(path, shown, owner_of(value), asks=min(asks, NO_PLACE))
