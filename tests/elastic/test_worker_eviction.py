@@ -77,7 +77,9 @@ def make(worker_slot: WorkerSlot, number: int, *, still: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
-def test_what_nothing_wakes_is_ended_after_ten_cuts(worker_slot_of: Callable[[str], WorkerSlot], number: int) -> None:
+def test_what_nothing_wakes_is_ended_after_ten_cuts(
+    worker_slot_of: Callable[[str], WorkerSlot], number: int, caplog: pytest.LogCaptureFixture
+) -> None:
     worker_slot = worker_slot_of(SLEEPS)
     make(worker_slot, number, still=True)
     killed = look(worker_slot, 0, 70)
@@ -87,6 +89,7 @@ def test_what_nothing_wakes_is_ended_after_ten_cuts(worker_slot_of: Callable[[st
         < killed
         < worker_eviction.CUT_S * (worker_eviction.STILL_CUTS + 5)
     )
+    assert (worker_eviction.STOPPED in caplog.text) == (number == signal.SIGSTOP)
 
 
 def test_what_computes_has_its_time(worker_slot_of: Callable[[str], WorkerSlot]) -> None:
@@ -137,6 +140,21 @@ def test_ranks_that_meet_in_a_file_outlive_one_kill(how: str, tmp_path: Path, ru
         f"rank {rank} ends, recoveries 1" for rank in range(num_ranks)
     ]
     assert ("stands in a wait" in done.stderr) == (how == "wait")
+
+
+@pytest.mark.slow
+def test_who_stands_in_a_run_that_is_over_is_not_given_the_grace_of_a_last_save(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    job = Job(tmp_path, script=str(Path(__file__).with_name("file_store_worker.py")))
+    try:
+        launcher = job.launch("--standalone", "--nproc-per-node=2", "--max-restarts=1", worker=("wait",))
+        wait_for(lambda: "incarnation 2" in job.logs(), "the order", job.logs)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 128 + signal.SIGTERM
+        assert "stands in a wait" in job.logs()
+    finally:
+        job.end()
 
 
 def test_groups_as_large_as_a_job_that_came_back_meet_at_its_store_and_others_in_their_file() -> None:

@@ -79,7 +79,7 @@ def test_a_survivor_that_gloo_does_not_wake_is_told_and_nothing_else_excuses_one
     came_back(story.cluster.home, [{"slot": 100}] * 3 + [{"peer": 100}], pids=(41, 42, 0, 44))
     logs = story.cluster.home / "logs"
     logs.mkdir()
-    (logs / "node-a.log").write_text(f"process 1 {worker_eviction.STANDS}, not even cut connections\n")
+    (logs / "node-a.log").write_text(f"process 1 {worker_eviction.STANDS}: it is killed\n")
     outcome = recovered(story, OTHER_NODE, 3)
     assert (outcome.kept, outcome.unwakeable) == ((2,), (0,))
     story.must_have_kept(outcome, 0, 2)

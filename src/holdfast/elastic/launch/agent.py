@@ -257,6 +257,8 @@ class Agent(RendezvousAgent):
         """Hear what workers say of their last saves. Who hangs the watchdog tells, once no rank elsewhere may save still."""
         for worker_slot in self._worker_slots():
             self._hear(worker_slot)
+            if worker_slot.status is WorkerStatus.LEAVES:  # what it stands in is void: it has nothing to save
+                self._enforce_deadlines(worker_slot, now)
         living = [self._rank_of(worker_slot) for worker_slot in self._worker_slots() if worker_slot.proc.poll() is None]
         why = self._watch.why_hopeless(now, living) if self._watch is not None else ""
         return why if why and self._is_nowhere_awaited(now) else ""
@@ -687,7 +689,7 @@ class Agent(RendezvousAgent):
         """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
         assert self._workers is not None
         for worker_slot in self._worker_slots():
-            enforce_deadlines(worker_slot, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
+            self._enforce_deadlines(worker_slot, now)
             if (
                 worker_slot.status is WorkerStatus.FINISHED
                 and not worker_slot.departs
@@ -698,6 +700,9 @@ class Agent(RendezvousAgent):
         still = any(worker_slot.status is WorkerStatus.LEAVES for worker_slot in self._worker_slots())
         if not still and now - self._mended_at > SPARE_DELAY_S:
             self._refill(now)
+
+    def _enforce_deadlines(self, worker_slot: WorkerSlot, now: float) -> None:
+        enforce_deadlines(worker_slot, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
 
     def _note_progress(self, now: float) -> None:
         all_run = all(

@@ -31,7 +31,8 @@ CUT_S = 0.5
 # A main thread that computes, or wants to and gets no processor, is not still; one that merely sleeps hears the signal
 # that the worker sends itself ten times a second.
 STILL_CUTS = 10
-STANDS = "stands in a wait that nothing ends"  # in the log, behind the process
+# In the log, behind the process.
+STANDS, STOPPED = "stands in a wait that nothing ends, not even cut connections", "is stopped in a run that is over"
 KILL_S = 60.0  # a starved machine may need some tens of seconds for what takes one otherwise
 START_S = 300.0
 
@@ -61,7 +62,11 @@ def enforce_deadlines(worker_slot: WorkerSlot, now: float, *, store_port: int, e
         worker_slot.cut_at = now
         worker_interrupt.cut(worker_slot.proc.pid, worker_slot.proc.pidfd, spared_ports=(store_port,))
         if worker_slot.num_still == STILL_CUTS:
-            logger.error("process %d %s, not even cut connections", worker_slot.proc.pid, STANDS)
+            stopped = proc_stats.state(worker_slot.proc.pid) == "T"
+            logger.error(
+                "process %d %s: it is killed, and a fork takes the order of local rank %d, which counts as no failure",
+                worker_slot.proc.pid, STOPPED if stopped else STANDS, worker_slot.local_rank,
+            )  # fmt: skip
             worker_slot.proc.send_signal(signal.SIGKILL)
 
 
