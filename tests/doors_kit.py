@@ -38,11 +38,11 @@ def starter(worker: Path, *words: str, launcher: str = TORCHRUN, wide: str = "--
     return start
 
 
-def untouched(script: Path) -> Callable[[Task], list[str]]:
-    """`SCRIPT --steps N`, which knows nothing of holdfast: under `holdfast run`, a plain task under torchrun."""
+def untouched(script: Path, *words: str) -> Callable[[Task], list[str]]:
+    """`SCRIPT --steps N [words]`, which knows nothing of holdfast: under `holdfast run`, a plain task under torchrun."""
 
     def start(task: Task) -> list[str]:
-        ranks = ["--standalone", "--nproc-per-node", str(task.ranks), str(script), "--steps", str(task.steps)]
+        ranks = ["--standalone", "--nproc-per-node", str(task.ranks), str(script), "--steps", str(task.steps), *words]
         if task.plain:
             return [sys.executable, "-m", TORCHRUN, *ranks]
         return [

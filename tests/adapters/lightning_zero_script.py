@@ -1,6 +1,6 @@
 """A Lightning Trainer that knows nothing of holdfast. Not a test itself.
 
-torchrun lightning_zero_script.py --steps N
+torchrun lightning_zero_script.py --steps N [--plain]
 """
 
 import argparse
@@ -53,15 +53,18 @@ class Model(LightningModule):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int)
+parser.add_argument(
+    "--plain", action="store_true", help="a loader that says no place, of which Lightning gives each rank a part"
+)
 options = parser.parse_args()
 torch.set_num_threads(1)
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(64, 32))
-loader = StatefulDataLoader(data, batch_size=2)
+loader = torch.utils.data.DataLoader(data, 2, shuffle=True) if options.plain else StatefulDataLoader(data, batch_size=2)
 world = int(os.environ["WORLD_SIZE"])
 trainer = Trainer(
     accelerator="cpu", devices=world, strategy="ddp", max_steps=options.steps, logger=False, enable_checkpointing=False,
-    enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[Tell()],
+    enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=options.plain, callbacks=[Tell()],
 )  # fmt: skip
 trainer.fit(Model(), loader)
 torch.distributed.destroy_process_group()

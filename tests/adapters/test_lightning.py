@@ -77,8 +77,9 @@ def test_a_path_that_fit_is_given_is_that_path_and_lightnings_own_saves_go_on(tm
         assert set(last.starts.values()) == {5}
 
 
-def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(tmp_path: Path) -> None:
-    door = Door(untouched(WORKER.with_name("lightning_zero_script.py")), steps=6)
+@pytest.mark.parametrize("words", [(), ("--plain",)], ids=["stateful", "plain"])
+def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(words: tuple[str, ...], tmp_path: Path) -> None:
+    door = Door(untouched(WORKER.with_name("lightning_zero_script.py"), *words), steps=6)
     with Workshop(tmp_path) as made:
         CHECKS["killed_in_the_middle_it_goes_on_bit_for_bit"](door, made)
 
