@@ -527,7 +527,7 @@ class _Run:
             look.put(start["rows"], start["gone"])
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
-        if other := self.workers.restore(start.get("workers", {}), _loaders(look), _running(entries)):
+        if other := self.workers.restore(start.get("workers", b""), _loaders(look), _running(entries)):
             self.unfit(other)
         put_settings(self._state.objects, start["settings"])
         put_randomness(start["rng"])

@@ -27,6 +27,7 @@ from torch.utils.data._utils import worker
 from holdfast.adapters.zero_lines.nested.nested_items import Items
 from holdfast.adapters.zero_lines.nested.worker_notes import Noting, Slot, around, other, tokens
 from holdfast.adapters.zero_lines.reach.reach import Reach
+from holdfast.tiers.format import values as value_codec
 
 # Workers load what they were asked for before they note anything.
 PATIENCE_S = 60.0
@@ -128,8 +129,10 @@ class StayingWorkers:
             return f"{_STAY}, and were made where nobody looked"
         return ""
 
-    def states(self, found: Mapping[str, DataLoader[Any]], running: Collection[int]) -> dict[str, Any]:
+    def states(self, found: Mapping[str, DataLoader[Any]], running: Collection[int]) -> bytes:
         """Returns what the workers keep that a restart has to have when an item of an outer loop begins; asks them.
+
+        Encoded once, for each version that is made in the item has it.
 
         Args:
             found: loaders by path.
@@ -161,18 +164,19 @@ class StayingWorkers:
                 next((f"a worker of {path!r} stays, and {why}" for note in notes if (why := note["reason"])), "")
             )
             states[path] = {**iterator.made, "workers": [{**note, "reason": ""} for note in notes]}
-        return states
+        return value_codec.encode(states)
 
-    def restore(self, saved: Mapping[str, Any], found: Mapping[str, DataLoader[Any]], running: Collection[int]) -> str:
+    def restore(self, saved: bytes, found: Mapping[str, DataLoader[Any]], running: Collection[int]) -> str:
         """Makes workers as they were; returns why they cannot be, empty if they are.
 
         Args:
-            saved: what `states` returned.
+            saved: what `states` returned; empty if no workers were there.
             found: loaders by path, now.
             running: as for `states`.
         """
+        states: dict[str, Any] = value_codec.decode(saved) if saved else {}
         asked: dict[str, _Iterator] = {}
-        for path, state in saved.items():
+        for path, state in states.items():
             loader = found.get(path)
             if loader is None:
                 return f"{path!r} was a DataLoader whose workers stay, and is none now"
@@ -194,9 +198,9 @@ class StayingWorkers:
             asked[path] = iterator
         for path, iterator in asked.items():
             digests = [note.get("digest") for note in iterator.answers()]
-            if digests != [note["digest"] for note in saved[path]["workers"]]:
+            if digests != [note["digest"] for note in states[path]["workers"]]:
                 return f"what a worker of {path!r} keeps is not what it was in the run that saved"
-        taken = {id(found[path]) for path in saved}
+        taken = {id(found[path]) for path in states}
         if any(id(loader) not in taken and id(loader) not in running for loader in self._begun()):
             return "a DataLoader whose workers stay has begun that had not in the run that saved"
         return ""
