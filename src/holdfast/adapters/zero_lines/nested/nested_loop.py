@@ -292,7 +292,7 @@ class KeptLoops:
 
     def _inner(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         version = run.inner_begins(self._stack)
-        self._workers.inner_begins(version.get("workers", {}) if version is not None else {})
+        self._workers.inner_begins(version.get("workers", b"") if version is not None else b"")
         if version is not None:
             self._give(given(entry.site.lives, version["carried"]), version)
             yield stand_in(entry.site.target, version["targets"])

@@ -59,7 +59,7 @@ class NestedState(Doubts):
         self.restored: dict[str, Any] | None = None
         self.stepped: Sequence[torch.Tensor] = ()
         self.objects: Sequence[Any] = ()
-        self.workers: dict[str, Any] = {}
+        self.workers = b""
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
         self.generators: dict[str, Generator] = {}

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, MapDataPipe, dataloader
 from torch.utils.data._utils import worker
 
 from holdfast.adapters.zero_lines.nested.nested_items import Items
-from holdfast.adapters.zero_lines.nested.worker_notes import Noting, Slot, around, other, tokens
+from holdfast.adapters.zero_lines.nested.worker_notes import Noting, Slot, around, named, other, tokens
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.tiers.format import values as value_codec
 
@@ -72,7 +72,7 @@ class StayingWorkers:
         self._loaders: list[weakref.ref[DataLoader[Any]]] = []
         self._original: Any = None
         self._places: dict[int, tuple[Any, ...]] = {}
-        self._moved: dict[str, Any] = {}
+        self._moved = b""
         self.reason = ""
 
     def begin(self) -> None:
@@ -154,6 +154,7 @@ class StayingWorkers:
                     f"a DataLoader whose workers stay is made in the loop, or has no name: {_STAY}, and nobody finds it again"
                 )
             elif isinstance(iterator, _Iterator):
+                iterator.compares(loader)
                 asked[paths[id(loader)]] = iterator
         states: dict[str, Any] = {}
         for iterator in asked.values():
@@ -205,16 +206,16 @@ class StayingWorkers:
             return "a DataLoader whose workers stay has begun that had not in the run that saved"
         return ""
 
-    def inner_begins(self, moved: Mapping[str, Any]) -> None:
+    def inner_begins(self, moved: bytes) -> None:
         """An innermost loop begins: what its steps go over besides is known by that from here on.
 
         Args:
             moved: what `moved` returned for the version that is taken up; empty if there is none.
         """
         self._places = {id(loader): _place(loader) for loader in self._begun()}
-        self._moved = dict(moved)
+        self._moved = moved
 
-    def moved(self, look: Callable[[], Mapping[str, DataLoader[Any]]], running: Collection[int]) -> dict[str, Any]:
+    def moved(self, look: Callable[[], Mapping[str, DataLoader[Any]]], running: Collection[int]) -> bytes:
         """Returns what the workers keep of all loaders, if a step of the innermost loop has gone over another; empty if none has.
 
         Args:
@@ -249,7 +250,7 @@ class StayingWorkers:
     def seen(self, loader: DataLoader[Any]) -> dict[str, object]:
         """Returns tokens of what this process has of a loader's dataset, and of what holds for it."""
         try:
-            look = self._reach.of({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
+            look = self._reach.of(named(loader.dataset, loader.collate_fn))
             found = tokens(look)
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
             self.doubt(f"{_STAY}, and its dataset cannot be looked at: {type(error).__name__}: {error}")
@@ -354,16 +355,20 @@ class _Iterator(dataloader._MultiProcessingDataLoaderIter):
             notes = [note or slot.answered(self._messages) for note, slot in zip(notes, self._slots, strict=True)]
         return [note or {"reason": "does not say what it keeps"} for note in notes]
 
+    def compares(self, loader: DataLoader[Any]) -> None:
+        """Doubts if this process has something else of the dataset than the workers began with: a restart would make others."""
+        keeper = self._keeper()
+        if keeper is not None and keeper.watches() and not keeper.reason:
+            path = other(self._seen, keeper.seen(loader))
+            keeper.doubt(
+                path and f"{path!r} changes in this process, and workers of a DataLoader that stay do not see it"
+            )
+
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self.begins += 1
-        keeper = self._keeper()
         if not first_iter:
             self._messages += 1
-            if keeper is not None and keeper.watches() and not keeper.reason:
-                path = other(self._seen, keeper.seen(loader))
-                keeper.doubt(
-                    path and f"{path!r} changes in this process, and workers of a DataLoader that stay do not see it"
-                )
+            self.compares(loader)
         super()._reset(loader, first_iter)
 
     def _get_data(self) -> Any:
