@@ -138,12 +138,35 @@ STAYING = {
         pre="cache, counts = {}, torch.zeros(3)",
         item="cache.setdefault(index, torch.rand(4).tolist()); counts[index % 3] += 1; self.shift = cache[index][0] + counts.sum().item()",
     ),
+    "workers that stay, of a dataset over one with the same names": case(
+        pre="class Base(TensorDataset): pass\ndataset = Base(*dataset.tensors)\ndataset.shift, dataset.seen = 0, 0",
+        item="self.seen += 1; self.shift = random.random() * self.seen; dataset.shift += 1",
+    ),
+    "workers that stay, with what they make at first use": case(
+        pre="import functools, time\nclass Late(Noisy):\n    made = time.time()\n"
+        "    @functools.cached_property\n    def base(self): return torch.rand(1).item()",
+        data="Late()",
+        item="self.shift = getattr(self, 'base', 0)",
+    ),
     "workers that stay, in a class": Case(IN_A_CLASS, kills=("0,5", "0,eval", "1,0", "2,3", "end")),
     "workers that stay, in one loop": Case(
         f"{SHORT}\nloader = {MADE}\nfor i, (x, y) in enumerate(loader):\n    {{step}}\n    die(i)\nafter = sum(x.sum().item() for x, y in loader)",
         at="i",
         kills=("3", "6", "end"),
         shown="after",
+    ),
+    "workers that stay, evaluated in some of the steps": case(
+        inner="if i == 3: before += evaluate()", behind="pass", kills=("0,4", "1,2", "1,6")
+    ),
+    "workers that stay, asked for one batch in each step": case(
+        inner="before += next(iter(held))[0].sum().item()", behind="pass", kills=("0,5", "1,3")
+    ),
+    "workers that stay, evaluated in the steps of one loop": Case(
+        f"{SHORT}\nloader = {MADE}\nheld, before = {MADE}, 0.0\nfor i, (x, y) in enumerate(loader):\n    {{step}}\n    die(i)\n"
+        "    if i % 2 == 1:\n        for x, y in held: before += x.sum().item()",
+        at="i",
+        kills=("2", "5", "end"),
+        shown="before",
     ),
     "workers that stay, with steps in a loop of their own": Case(
         f"{SHORT}\nloader = {MADE}\nfor epoch in range(3):\n    for i, (x, y) in enumerate(loader):\n        for k in range(2):\n"
@@ -164,7 +187,7 @@ STAYING = {
         item="cache.setdefault(index, torch.rand(4)); self.shift = cache[index][0].item()",
     ),
     "workers that stay, with a generator that they make": case(
-        "'dataset.rng' came to be in it",
+        "'its dataset.rng' came to be in it",
         item="self.rng = self.rng or np.random.default_rng(5); self.shift = self.rng.random()",
     ),
     "workers that stay, with a cache of functools": case(
@@ -175,6 +198,21 @@ STAYING = {
     ),
     "workers that stay, of a dataset that is told its epoch": case(
         "workers of a DataLoader that stay do not see it", turn="loader.dataset.shift = epoch"
+    ),
+    "workers that stay, of a dataset that is told otherwise between its epochs": case(
+        "workers of a DataLoader that stay do not see it",
+        turn="loader.dataset.shift = 1",
+        behind="loader.dataset.shift = 0",
+    ),
+    "workers that stay, with a generator that spawns": case(
+        "'what was spawned of rng' came to be in the loop",
+        pre="rng = np.random.default_rng(5)",
+        item="self.shift = rng.spawn(1)[0].random()",
+    ),
+    "workers that stay, with an object made of C": case(
+        "'running', a HASH, keeps",
+        pre="import hashlib\nrunning = hashlib.sha256()",
+        item="running.update(b'x'); self.shift = running.digest()[0] / 100",
     ),
     "workers that stay, of a dataset that reads the epoch": case(
         "'epoch' changes in this process", item="index = (index + epoch) % 28"

@@ -1464,6 +1464,28 @@ CASES = {
         given=", loader=loader, own=data.own",
         names=("loader.dataset.rng",),
     ),
+    "counts of a dataset": Case(
+        """
+        for step in range(start, 3):
+            for x in loader:
+                train(x)
+            ckpt.step(step)
+        """,
+        before="""
+        class Ramp(torch.utils.data.Dataset):
+            def __init__(self):
+                self.taken, self.asked = 0, 0
+            def __len__(self):
+                self.asked += 1
+                return 6
+            def __getitem__(self, at):
+                self.taken += 1
+                return torch.full((4,), 0.1 * self.taken)
+        loader = torch.utils.data.DataLoader(Ramp(), 3)
+        """,
+        given=", loader=loader",
+        names=("loader.dataset.taken",),
+    ),
     "generator of a sampler": Case(
         """
         for step in range(start, 3):

@@ -119,10 +119,17 @@ def test_a_process_that_never_began_may_import_for_long(worker_slot_of: Callable
 
 
 def test_who_was_killed_for_standing_still_is_told_from_who_died(worker_slot_of: Callable[[str], WorkerSlot]) -> None:
-    worker_slot = worker_slot_of(SLEEPS)
+    worker_slot = worker_slot_of(COMPUTES)
+    make(worker_slot, signal.SIGSTOP, still=True)
+    assert look(worker_slot, 0, 4.5) is None
     worker_slot.proc.returncode = -signal.SIGKILL
     assert not worker_eviction.was_evicted(worker_slot), "somebody else killed it"
-    worker_slot.num_still = worker_eviction.STILL_CUTS
+    worker_slot.proc.returncode = None
+    assert look(worker_slot, 4.5, 7) is not None
+    make(worker_slot, signal.SIGCONT, still=False)  # as who frees much memory before it is dead
+    worker_slot.proc.killed = False  # type: ignore[attr-defined]
+    assert look(worker_slot, 7, 15) is None
+    worker_slot.proc.returncode = -signal.SIGKILL
     assert worker_eviction.was_evicted(worker_slot)
     worker_slot.proc.returncode = None
 

@@ -46,6 +46,13 @@ MAX_ITEMS = 20
 # Tensors by which it is seen that a module changes, or that an optimizer steps.
 MAX_WITNESSES = 32
 
+_BY_INDEX = "work it out from the index, or set it by the number of the step"
+_COUNTED = {
+    "__iter__": "set it before each epoch, by the number of the epoch",
+    "__getitem__": _BY_INDEX,
+    "__getitems__": _BY_INDEX,
+}
+
 # What classes of the user's were found to leave in their objects.
 _LEFT_IN: WeakKeyDictionary[type, Mapping[str, int] | None] = WeakKeyDictionary()
 
@@ -164,24 +171,27 @@ def _of_data(name: str, loader: DataLoader[Any], given: Given) -> Iterator[Findi
             if state is not None and value is not torch.default_generator and not given.is_named(value):
                 text = "a generator of random numbers that was used; of a loader its place is kept: Checkpointer(..., generator=...)"
                 yield Finding(f"{name}.{word}.{key}", text, repr(state[0]()))
-        for key in _counts_epochs(type(part)) & _attributes(part).keys():
-            text = "a count of its own, and of a loader its place is kept: set it before each epoch, by the number of the epoch"
-            yield Finding(f"{name}.{word}.{key}", text, _token(_attributes(part)[key]))
+        for key, remedy in _counts(type(part)).items():
+            if key in _attributes(part):
+                text = f"a count of its own, and of a loader its place is kept: {remedy}"
+                yield Finding(f"{name}.{word}.{key}", text, _token(_attributes(part)[key]))
 
 
-def _counts_epochs(kind: type) -> set[str]:
-    """Returns the attributes that the `__iter__` of a sampler or a stream counts; none where the script can set the epoch."""
+def _counts(kind: type) -> dict[str, str]:
+    """Returns the attributes that samplers, streams and datasets of a class count as they hand out, each with the remedy.
+
+    None that `__iter__` counts where the script can set the epoch.
+    """
     try:
         tree = parsed(inspect.getsource(kind))
     except (OSError, TypeError, SyntaxError):
-        return set()
+        return {}
     methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    if any(method.name == "set_epoch" for method in methods):
-        return set()
+    can_be_set = any(method.name == "set_epoch" for method in methods)
     return {
-        node.target.attr
+        node.target.attr: _COUNTED[method.name]
         for method in methods
-        if method.name == "__iter__"
+        if method.name in _COUNTED and not (can_be_set and method.name == "__iter__")
         for node in ast.walk(method)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute)
     }

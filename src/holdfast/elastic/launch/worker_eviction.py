@@ -53,6 +53,8 @@ def enforce_deadlines(worker_slot: WorkerSlot, now: float, *, store_port: int, e
     if now - worker_slot.since > (KILL_S if worker_slot.began else START_S):
         logger.error("process %d did not begin its order within %.0f s", worker_slot.proc.pid, now - worker_slot.since)
         worker_slot.proc.send_signal(signal.SIGKILL)
+    elif worker_slot.evicted:
+        return  # its end may take a while, in which it does not look still
     elif worker_slot.began and not worker_slot.left and now - max(worker_slot.since, worker_slot.cut_at) >= CUT_S:
         worker_slot.num_still = (
             worker_slot.num_still + 1
@@ -67,12 +69,13 @@ def enforce_deadlines(worker_slot: WorkerSlot, now: float, *, store_port: int, e
                 "process %d %s: it is killed, and a fork takes the order of local rank %d, which counts as no failure",
                 worker_slot.proc.pid, STOPPED if stopped else STANDS, worker_slot.local_rank,
             )  # fmt: skip
+            worker_slot.evicted = True
             worker_slot.proc.send_signal(signal.SIGKILL)
 
 
 def was_evicted(worker_slot: WorkerSlot) -> bool:
     """Tell whether a worker that is dead was killed for standing in a wait that nothing ends."""
-    return worker_slot.num_still >= STILL_CUTS and worker_slot.code == -signal.SIGKILL
+    return worker_slot.evicted and worker_slot.code == -signal.SIGKILL
 
 
 def is_still(pid: int) -> bool:

@@ -60,6 +60,7 @@ class WorkerSlot:
         error: what it said when it met a broken group.
         silent: its line has ended.
         began: it has run the script at least once.
+        evicted: it was killed for standing in a run that is over.
         cut_at: when its sockets were last cut from outside, monotonic.
         num_still: at how many such cuts in a row its main thread was asleep or stopped.
         announced_code: the exit code that it said it would end with, after an error of its own.
@@ -82,6 +83,7 @@ class WorkerSlot:
     silent: bool = False
     cut_at: float = 0.0
     num_still: int = 0
+    evicted: bool = False
     began: bool = False
     announced_code: int = 0
     cut_short: bool = False

@@ -292,6 +292,7 @@ class KeptLoops:
 
     def _inner(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         version = run.inner_begins(self._stack)
+        self._workers.inner_begins(version.get("workers", b"") if version is not None else b"")
         if version is not None:
             self._give(given(entry.site.lives, version["carried"]), version)
             yield stand_in(entry.site.target, version["targets"])
@@ -526,7 +527,7 @@ class _Run:
             look.put(start["rows"], start["gone"])
         except KeyError as error:
             self.unfit(f"{error} was carried by the run that saved, and has no place now")
-        if other := self.workers.restore(start.get("workers", {}), _loaders(look), _running(entries)):
+        if other := self.workers.restore(start.get("workers", b""), _loaders(look), _running(entries)):
             self.unfit(other)
         put_settings(self._state.objects, start["settings"])
         put_randomness(start["rng"])
@@ -576,6 +577,10 @@ class _Run:
         if entry.items.digest() != saved[depth][5]:
             self.unfit(f"the items of the loop of line {entry.site.line} are others than in the run that saved")
         self._take_over(entries, version)
+        if version.get("workers"):
+            loaders = _loaders(self._looker.look(entries))
+            if other := self.workers.restore(version["workers"], loaders, _running(entries)):
+                self.unfit(other)
         if entry.items.told:
             say(f"the loop of line {entry.site.line}: {entry.items.told}")
         self._pending = None
@@ -628,6 +633,7 @@ class _Run:
         self._state.rehearsed = (
             self._taken_up or self._child is not None or bool(self._checks and not self._checks[0].reason)
         )
+        self._state.workers = self.workers.moved(lambda: _loaders(self._looker.look(entries)), _running(entries))
         self._state.doubt(self.workers.why_unsure([each.items for each in entries if each.items is not None]))
         if not self._state.note(entries, number, self._cleared.get(entry.site.number, frozenset())):
             if self._child is None:

@@ -49,6 +49,7 @@ class NestedState(Doubts):
         generators: name of a generator -> what is noted of it where the outermost loop began.
         rehearsed: whether the first steps are, or were, rehearsed.
         loses_gradients: whether a model of the first FSDP is kept, which drops those that it is given.
+        workers: what workers that stay keep of loaders that steps of the innermost loop go over; empty if there are none.
         placing: the look whose values and owners take what a version carries; None: it is only noted.
     """
 
@@ -58,6 +59,7 @@ class NestedState(Doubts):
         self.restored: dict[str, Any] | None = None
         self.stepped: Sequence[torch.Tensor] = ()
         self.objects: Sequence[Any] = ()
+        self.workers = b""
         self.placing: Look | None = None
         self.randomness: dict[str, Any] = {}
         self.generators: dict[str, Generator] = {}
@@ -120,6 +122,7 @@ class NestedState(Doubts):
             "absent": _absent(inner, names),
             "after": after,
             "gradients": gradients or {},
+            "workers": self.workers,
             "unsure": self.unsure,
             "began": self._began,
             "number": number,

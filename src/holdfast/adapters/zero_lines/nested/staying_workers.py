@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader, MapDataPipe, dataloader
 from torch.utils.data._utils import worker
 
 from holdfast.adapters.zero_lines.nested.nested_items import Items
-from holdfast.adapters.zero_lines.nested.worker_notes import Noting, Slot, around, other, tokens
+from holdfast.adapters.zero_lines.nested.worker_notes import Noting, Slot, around, named, other, tokens
 from holdfast.adapters.zero_lines.reach.reach import Reach
+from holdfast.tiers.format import values as value_codec
 
 # Workers load what they were asked for before they note anything.
 PATIENCE_S = 60.0
@@ -70,6 +71,8 @@ class StayingWorkers:
         self._owner = (os.getpid(), threading.get_ident())
         self._loaders: list[weakref.ref[DataLoader[Any]]] = []
         self._original: Any = None
+        self._places: dict[int, tuple[Any, ...]] = {}
+        self._moved = b""
         self.reason = ""
 
     def begin(self) -> None:
@@ -126,8 +129,10 @@ class StayingWorkers:
             return f"{_STAY}, and were made where nobody looked"
         return ""
 
-    def states(self, found: Mapping[str, DataLoader[Any]], running: Collection[int]) -> dict[str, Any]:
+    def states(self, found: Mapping[str, DataLoader[Any]], running: Collection[int]) -> bytes:
         """Returns what the workers keep that a restart has to have when an item of an outer loop begins; asks them.
+
+        Encoded once, for each version that is made in the item has it.
 
         Args:
             found: loaders by path.
@@ -149,6 +154,7 @@ class StayingWorkers:
                     f"a DataLoader whose workers stay is made in the loop, or has no name: {_STAY}, and nobody finds it again"
                 )
             elif isinstance(iterator, _Iterator):
+                iterator.compares(loader)
                 asked[paths[id(loader)]] = iterator
         states: dict[str, Any] = {}
         for iterator in asked.values():
@@ -159,18 +165,19 @@ class StayingWorkers:
                 next((f"a worker of {path!r} stays, and {why}" for note in notes if (why := note["reason"])), "")
             )
             states[path] = {**iterator.made, "workers": [{**note, "reason": ""} for note in notes]}
-        return states
+        return value_codec.encode(states)
 
-    def restore(self, saved: Mapping[str, Any], found: Mapping[str, DataLoader[Any]], running: Collection[int]) -> str:
+    def restore(self, saved: bytes, found: Mapping[str, DataLoader[Any]], running: Collection[int]) -> str:
         """Makes workers as they were; returns why they cannot be, empty if they are.
 
         Args:
-            saved: what `states` returned.
+            saved: what `states` returned; empty if no workers were there.
             found: loaders by path, now.
             running: as for `states`.
         """
+        states: dict[str, Any] = value_codec.decode(saved) if saved else {}
         asked: dict[str, _Iterator] = {}
-        for path, state in saved.items():
+        for path, state in states.items():
             loader = found.get(path)
             if loader is None:
                 return f"{path!r} was a DataLoader whose workers stay, and is none now"
@@ -192,12 +199,34 @@ class StayingWorkers:
             asked[path] = iterator
         for path, iterator in asked.items():
             digests = [note.get("digest") for note in iterator.answers()]
-            if digests != [note["digest"] for note in saved[path]["workers"]]:
+            if digests != [note["digest"] for note in states[path]["workers"]]:
                 return f"what a worker of {path!r} keeps is not what it was in the run that saved"
-        taken = {id(found[path]) for path in saved}
+        taken = {id(found[path]) for path in states}
         if any(id(loader) not in taken and id(loader) not in running for loader in self._begun()):
             return "a DataLoader whose workers stay has begun that had not in the run that saved"
         return ""
+
+    def inner_begins(self, moved: bytes) -> None:
+        """An innermost loop begins: what its steps go over besides is known by that from here on.
+
+        Args:
+            moved: what `moved` returned for the version that is taken up; empty if there is none.
+        """
+        self._places = {id(loader): _place(loader) for loader in self._begun()}
+        self._moved = moved
+
+    def moved(self, look: Callable[[], Mapping[str, DataLoader[Any]]], running: Collection[int]) -> bytes:
+        """Returns what the workers keep of all loaders, if a step of the innermost loop has gone over another; empty if none has.
+
+        Args:
+            look: returns loaders by path.
+            running: `id` of those that loops go over which run now.
+        """
+        places = {id(loader): _place(loader) for loader in self._begun() if id(loader) not in running}
+        if any(self._places.get(key) != place for key, place in places.items()):
+            self._places |= places
+            self._moved = self.states(look(), running)
+        return self._moved
 
     def any_begun(self) -> bool:
         """Tell whether workers that stay are there."""
@@ -221,7 +250,7 @@ class StayingWorkers:
     def seen(self, loader: DataLoader[Any]) -> dict[str, object]:
         """Returns tokens of what this process has of a loader's dataset, and of what holds for it."""
         try:
-            look = self._reach.of({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
+            look = self._reach.of(named(loader.dataset, loader.collate_fn))
             found = tokens(look)
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
             self.doubt(f"{_STAY}, and its dataset cannot be looked at: {type(error).__name__}: {error}")
@@ -293,9 +322,13 @@ class _Iterator(dataloader._MultiProcessingDataLoaderIter):
         """Returns the loader, if it is still there."""
         return self._ours()
 
+    def place(self) -> tuple[int, int]:
+        """Returns how often the loader was gone over, and how much was asked for."""
+        return self.begins, self._send_idx
+
     def asks(self, notes: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Asks each worker for a note behind all that it has to load, when it has taken over one; False if that has no room."""
-        place = (self.begins, self._send_idx)
+        place = self.place()
         if not notes and place == self._asked:
             return True  # nothing was loaded since
         self._asked = place
@@ -322,16 +355,20 @@ class _Iterator(dataloader._MultiProcessingDataLoaderIter):
             notes = [note or slot.answered(self._messages) for note, slot in zip(notes, self._slots, strict=True)]
         return [note or {"reason": "does not say what it keeps"} for note in notes]
 
+    def compares(self, loader: DataLoader[Any]) -> None:
+        """Doubts if this process has something else of the dataset than the workers began with: a restart would make others."""
+        keeper = self._keeper()
+        if keeper is not None and keeper.watches() and not keeper.reason:
+            path = other(self._seen, keeper.seen(loader))
+            keeper.doubt(
+                path and f"{path!r} changes in this process, and workers of a DataLoader that stay do not see it"
+            )
+
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self.begins += 1
-        keeper = self._keeper()
         if not first_iter:
             self._messages += 1
-            if keeper is not None and keeper.watches() and not keeper.reason:
-                path = other(self._seen, keeper.seen(loader))
-                keeper.doubt(
-                    path and f"{path!r} changes in this process, and workers of a DataLoader that stay do not see it"
-                )
+            self.compares(loader)
         super()._reset(loader, first_iter)
 
     def _get_data(self) -> Any:
@@ -390,6 +427,12 @@ def _is_known(part: tuple[Any, str, frozenset[str]]) -> bool:
 def _method(loader: DataLoader[Any]) -> str:
     context = loader.multiprocessing_context or torch.multiprocessing
     return str(context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0])
+
+
+def _place(loader: DataLoader[Any]) -> tuple[Any, ...]:
+    """Returns what is another one when a loader was gone over since."""
+    iterator = loader._iterator
+    return (iterator.made["seed"], *iterator.place()) if isinstance(iterator, _Iterator) else (id(iterator),)
 
 
 def _facts(loader: DataLoader[Any]) -> list[int]:

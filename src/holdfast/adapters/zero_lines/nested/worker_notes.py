@@ -20,7 +20,8 @@ import xxhash
 from torch.utils.data import dataloader
 
 from holdfast.adapters.zero_lines.changes import Changes
-from holdfast.adapters.zero_lines.reach.look import Look
+from holdfast.adapters.zero_lines.reach.look import Leaf, Look
+from holdfast.adapters.zero_lines.reach.plain_values import CLOCK
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base import config
 from holdfast.checkpoint.entries.rng import random_state
@@ -101,7 +102,7 @@ class Noting:
         slot, original = self._slots[number], dataloader._DatasetKind.create_fetcher
 
         def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
-            self._begins(slot, {"dataset": dataset, "collate_fn": collate_fn})
+            self._begins(slot, named(dataset, collate_fn))
             return original(kind, dataset, auto_collation, collate_fn, drop_last)  # type: ignore[no-untyped-call]
 
         setattr(dataloader._DatasetKind, "create_fetcher", staticmethod(create_fetcher))  # noqa: B010 - of this process alone
@@ -137,7 +138,10 @@ class Noting:
         born = next((f"{path!r} came to be in it, and a restart cannot make it" for path in made), "")
         states = {name: read() for name, (read, _) in generators().items()}
         token = xxhash.xxh3_64(repr((settings(), where_made())).encode())
+        times = {path for path, leaf in now.leaves.items() if _is_time(leaf)}
         for path, value in {**tokens(now), **states}.items():
+            if path in times:
+                continue  # another one in every run
             token.update(f"{path}={self._digest(path, value)}".encode())
         return {
             "rows": changed.rows,
@@ -155,12 +159,22 @@ class Noting:
         return known[1]
 
 
+def named(dataset: Any, collate_fn: Any) -> dict[str, Any]:
+    """Returns what a worker has of a loader, under names that no name of the script can have."""
+    return {"its dataset": dataset, "its collate_fn": collate_fn}
+
+
 def tokens(look: Look) -> dict[str, object]:
     """Returns what a look found, by path."""
     found: dict[str, object] = {path: leaf.token for path, leaf in look.leaves.items()}
     found.update({f"fixed {path}": token for path, token in look.fixed.items()})
     found.update({f"order {path}": list(map(str, keys)) for path, keys in look.orders.items()})
     return found
+
+
+def _is_time(leaf: Leaf) -> bool:
+    is_float = isinstance(leaf.token, tuple) and leaf.token[:1] == (float,)
+    return is_float and leaf.value() >= CLOCK
 
 
 def _lasted(look: Look, path: str) -> bool:

@@ -51,11 +51,9 @@ def has_place_in_data(value: Any, is_of_user: Callable[[Any], bool]) -> bool:
 
 def is_of_python(kind: type) -> bool:
     """Tell whether all that an object of a class keeps are attributes: no class that it is made from is one of C."""
-    size = (
-        object.__basicsize__
-        + 2 * _POINTER
-        + sum(len(vars(part).get("__slots__", ())) for part in kind.__mro__) * _POINTER
-    )
+    slots = sum(len(vars(part).get("__slots__", ())) for part in kind.__mro__)
+    places = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    size = object.__basicsize__ + places * _POINTER
     return kind.__flags__ & _HEAP_TYPE != 0 and kind.__basicsize__ <= size
 
 

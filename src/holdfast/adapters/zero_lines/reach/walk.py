@@ -410,6 +410,9 @@ class Walk:
         found = random_state(value)
         if found is not None:
             self.found.leaves[path] = Leaf(token_of(found[0]()), *hold, *found, lasts=True)
+            seeds = getattr(getattr(value, "bit_generator", None), "seed_seq", None)
+            if spawned := getattr(seeds, "n_children_spawned", 0):  # it would spawn again what it has spawned
+                self.found.fixed[f"what was spawned of {path}"] = spawned
             self._extra(path, value, NO_PLACE)
         return found is not None
 
