@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -59,7 +62,65 @@ class Stream(IterableDataset[Any]):
         yield from self.counts
 
 
+class Transforms:
+    """What is applied to a row, in a list."""
+
+    def __init__(self) -> None:
+        self.transforms = [self._noise(np.random.default_rng(3)), self._noise(random.Random(3))]
+
+    @staticmethod
+    def _noise(rng: Any) -> Any:
+        return functools.partial(plus, rng=rng)
+
+
+class Transformed(Dataset[Any]):
+    def __init__(self) -> None:
+        self.transform = Transforms()
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> float:
+        return float(functools.reduce(lambda row, each: each(row), self.transform.transforms, index))
+
+
+class OfModule(Transformed):
+    """Rows with noise of a generator of this module, and a number of it."""
+
+    def __getitem__(self, index: int) -> float:
+        global LOADED  # noqa: PLW0603 - as scripts do
+        LOADED = (LOADED or 0) + 0.5
+        return index + RNG.random() + LOADED
+
+
+RNG, LOADED = np.random.default_rng(3), None
+
+
+def of_module() -> DataLoader[Any]:
+    global RNG, LOADED
+    RNG, LOADED = np.random.default_rng(3), None
+    return DataLoader(OfModule())
+
+
+def plus(row: float, rng: Any) -> float:
+    return float(row + rng.random())
+
+
+def counting() -> Callable[[list[float]], torch.Tensor]:
+    count, rng = 0, random.Random(3)
+
+    def collate(rows: list[float]) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return torch.tensor(rows) + count + rng.random()
+
+    return collate
+
+
 KINDS = {
+    "nested": lambda: DataLoader(Subset(Subset(Transformed(), range(ROWS)), range(ROWS))),
+    "of the module": of_module,
+    "function": lambda: DataLoader(range(ROWS), collate_fn=counting()),
     "sampler": lambda: DataLoader(range(ROWS), sampler=Counts()),
     "workers": lambda: DataLoader(range(ROWS), sampler=Counts(), num_workers=1),
     "dataset": lambda: DataLoader(Draws(), shuffle=True),
@@ -147,3 +208,59 @@ def test_what_lightning_tells_the_epoch_and_what_is_no_data_is_passed_by() -> No
     sampler.set_epoch(4)
     dataset.model.in_features = 3  # type: ignore[attr-defined]
     assert attributes.state_dict() == {}
+
+
+class Later(Dataset[Any]):
+    """Makes its generator when the first row is asked for."""
+
+    def __init__(self) -> None:
+        self.rng: Any = None
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> float:
+        self.rng = self.rng or random.Random(3)
+        return index + float(self.rng.random())
+
+
+def remembers(made: Any) -> Dataset[Any]:
+    class Remembers(Draws):
+        def __getitem__(self, index: int) -> float:
+            made.append(index)
+            return index
+
+    return Remembers()
+
+
+class Steps(Draws):
+    """Takes something of an iterator with each row."""
+
+    def __init__(self) -> None:
+        self.scales = itertools.cycle(range(5))
+
+    def __getitem__(self, index: int) -> float:
+        return index * next(self.scales)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "told"),
+    [(Later(), "dataset.rng"), (remembers(deque(maxlen=3)), "dataset.__getitem__.made"), (Steps(), "dataset.scales")],
+    ids=["later", "deque", "iterator"],
+)
+def test_what_cannot_be_set_in_another_process_is_told_of_once(dataset: Any, told: str) -> None:
+    heard: list[str] = []
+    loader = DataLoader(dataset)
+    attributes = DataAttributes(loader, set(), heard.append)
+    for _ in range(3):
+        list(loader)
+        assert not attributes.state_dict().keys() & {told}
+    assert [name.replace("__getitem__.", "") for name in heard] == [told.replace("__getitem__.", "")]
+
+
+def test_a_number_may_become_one_of_another_kind() -> None:
+    first, again = Draws(), Draws()
+    attributes = DataAttributes(DataLoader(first), set(), pytest.fail)
+    first.loaded, first.name = 0.5, None  # type: ignore[assignment]
+    DataAttributes(DataLoader(again), set(), pytest.fail).load_state_dict(attributes.state_dict())
+    assert (again.loaded, again.name) == (0.5, None)

@@ -3,18 +3,22 @@
     kept = DataAttributes(loader, changed=set(), doubted=tell)
     state = kept.state_dict()        # numbers, texts and generators that have changed since the loader was made
 
-A sampler that counts its epochs, a dataset with a generator of its own: nothing else knows of them, and a restart would make them anew. What
-never changes is left as the script made it. Lists and arrays are looked at only, at their first parts: one that changes is told of.
+A sampler that counts its epochs, a dataset with a generator of its own, a module's generator that a function of the data uses: nothing else
+knows of them, and a restart would make them anew. What never changes is left as the script made it. Lists and arrays are looked at
+only, at their first parts: one that changes is told of. So is an iterator, and what is made later than the loader and changes then.
 Objects that Lightning tells the epoch, modules, and all that belongs to a trainer are passed by.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -26,11 +30,12 @@ from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.optimizer_extras import same
 
 _ROOTS = ("dataset", "sampler", "batch_sampler", "collate_fn")
-_ATOMS = (bool, int, float, str)
-_MAX_DEPTH, _MAX_PARTS, _MAX_OBJECTS = 3, 64, 16
+_ATOMS = (bool, int, float, str, NoneType)
+_LISTS = (list, tuple, deque, set, frozenset)
+_MAX_DEPTH, _MAX_PARTS, _MAX_OBJECTS, _MAX_ALL = 8, 64, 16, 500
 # Of these packages an object belongs to the trainer or to the process, not to the data.
 _NOT_DATA = ("lightning", "pytorch_lightning", "logging", "threading", "multiprocessing", "concurrent", "holdfast")
-_NOT_LOOKED_AT = (nn.Module, type, FunctionType, MethodType, ModuleType)
+_NOT_LOOKED_AT = (nn.Module, type, ModuleType)
 # What an attribute holds, and how it is set; None: it cannot be.
 _Found = tuple[Any, Callable[[Any], None] | None]
 
@@ -47,18 +52,25 @@ class DataAttributes:
     def __init__(self, loader: Any, changed: set[str], doubted: Callable[[str], None]) -> None:
         self._loader, self._changed, self._doubted = loader, changed, doubted
         self._first = {name: value for name, (value, _) in self._look().items()}
+        self._late: set[str] = set()  # made later: a restart has nothing yet that could be set
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of those that have changed."""
         state = {}
         for name, (value, write) in self._look().items():
+            if name not in self._first:
+                self._first[name] = value
+                self._late.add(name)
             if name not in self._changed:
-                if name not in self._first or same(value, self._first[name]):
+                first = self._first[name]
+                if same(value, first):
                     continue
+                if (type(value) in _ATOMS) != (type(first) in _ATOMS):
+                    self._late.add(name)
                 self._changed.add(name)
-                if write is None:
+                if write is None or name in self._late:
                     self._doubted(name)
-            if write is not None:
+            if write is not None and name not in self._late:
                 state[name] = value
         return state
 
@@ -68,7 +80,7 @@ class DataAttributes:
         self._changed |= state.keys()
         for name in self._changed:
             value, (now, write) = state.get(name, self._first.get(name)), found.get(name, (None, None))
-            if write is not None and type(now) is type(value):
+            if write is not None and (type(now) is type(value) or {type(now), type(value)} <= {*_ATOMS}):
                 write(value)
 
     def _look(self) -> dict[str, _Found]:
@@ -79,20 +91,68 @@ class DataAttributes:
 
 def _within(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, _Found]]:
     """Yields what an object holds, by name."""
-    if id(value) in seen or depth > _MAX_DEPTH or not _is_data(value, depth):
+    if id(value) in seen or depth > _MAX_DEPTH or len(seen) > _MAX_ALL or not _is_data(value, depth):
         return
     seen.add(id(value))
-    if isinstance(value, list | tuple):
-        first = value[:_MAX_PARTS]
+    holder: MutableMapping[Any, Any] | None = None
+    if isinstance(value, _LISTS):
+        first = list(itertools.islice(value, _MAX_PARTS))
         if all(type(part) in _ATOMS for part in first):
             yield name, (f"{len(value)} {first!r}", None)
             return
-        parts = {str(index): part for index, part in enumerate(first[:_MAX_OBJECTS])}
-        holder: MutableMapping[Any, Any] | None = None
+        parts: Any = {str(index): part for index, part in enumerate(first[:_MAX_OBJECTS])}
+    elif isinstance(value, functools.partial):
+        parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
+    elif isinstance(value, MethodType):
+        parts = {"self": value.__self__}
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value, name, seen, depth)
+        return
     else:
         parts = holder = value if isinstance(value, dict) else vars(value)
+        for function in () if isinstance(value, dict) else _methods(type(value)):  # type: ignore[arg-type]
+            yield from _within(function, name, seen, depth + 1)
     for key, part in list(itertools.islice(parts.items(), _MAX_PARTS)):
         yield from _held(holder, key, part, f"{name}.{key}", seen, depth)
+
+
+def _of_function(function: FunctionType, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, _Found]]:
+    """Yields what a function has of the function around it, and what of its module."""
+    cells = _Cells(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    for key, part in cells.contents():
+        yield from _held(cells, key, part, f"{name}.{key}", seen, depth)
+    for key in _names(function.__code__):
+        if key in function.__globals__:
+            part = function.__globals__[key]
+            yield from _held(function.__globals__, key, part, f"{function.__module__}.{key}", seen, depth)
+
+
+class _Cells(dict[str, CellType]):
+    """Names of a function around; to set one sets it for all functions that have it."""
+
+    def contents(self) -> Iterator[tuple[str, Any]]:
+        """Names that have a value, with it."""
+        for key, cell in self.items():
+            with contextlib.suppress(ValueError):  # empty
+                yield key, cell.cell_contents
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self[key].cell_contents = value
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Returns the names that a function, and those within it, may take from the module."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))[:_MAX_PARTS]
+
+
+@functools.lru_cache(maxsize=256)
+def _methods(kind: type[Any]) -> tuple[FunctionType, ...]:
+    """Returns the methods that the user wrote for a class."""
+    own = [each for each in kind.__mro__ if _is_own(each.__module__)]
+    found = [value for each in own for value in vars(each).values() if isinstance(value, FunctionType)]
+    return tuple(found[:_MAX_PARTS])
 
 
 def _held(
@@ -109,6 +169,8 @@ def _held(
     elif (numpy := sys.modules.get("numpy")) is not None and isinstance(part, numpy.ndarray):
         if part.dtype.kind in "biuf" and part.ndim and part.size:
             yield name, (f"{[*part.shape]} {_row(part).tolist()!r}", None)
+    elif isinstance(part, Iterator) and not isinstance(part, io.IOBase) and not _is_own(type(part).__module__):
+        yield name, (object(), None)  # goes on, and nobody can say where it is
     else:
         yield from _within(part, name, seen, depth + 1)
 
@@ -120,8 +182,10 @@ def _row(array: Any) -> Any:
 
 def _is_data(value: Any, depth: int) -> bool:
     """Tell whether an object may hold what belongs to the data: a container, a part of the loader, what the user or PyTorch wrote for data."""
-    if isinstance(value, list | tuple | dict):
+    if isinstance(value, (*_LISTS, dict, functools.partial, MethodType)):
         return True
+    if isinstance(value, FunctionType):
+        return _is_own(value.__module__)
     if depth and not _is_of_user(type(value).__module__):
         return False
     if isinstance(value, _NOT_LOOKED_AT) or not isinstance(getattr(value, "__dict__", None), dict):
@@ -131,9 +195,13 @@ def _is_data(value: Any, depth: int) -> bool:
     return not any(kind.__module__.partition(".")[0] in _NOT_DATA for kind in type(value).__mro__)
 
 
-@functools.lru_cache(maxsize=256)
 def _is_of_user(module: str) -> bool:
     """Tell whether a user's module, or PyTorch's for data, defines a class."""
+    return _is_own(module) or module.startswith("torch.utils.data.")
+
+
+@functools.lru_cache(maxsize=256)
+def _is_own(module: str) -> bool:
+    """Tell whether a module is a user's."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    is_own = module == "__main__" or (file is not None and not is_installed(file))
-    return is_own or module.startswith("torch.utils.data.")
+    return module == "__main__" or (file is not None and not is_installed(file))
