@@ -18,7 +18,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ def _within(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple
 
 def _of_function(function: FunctionType, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, _Found]]:
     """Yields what a function has of the function around it, and what of its module."""
-    cells = _Cells(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    cells = _Cells(function)
     for key, part in cells.contents():
         yield from _held(cells, key, part, f"{name}.{key}", seen, depth)
     for key in _names(function.__code__):
@@ -127,17 +127,20 @@ def _of_function(function: FunctionType, name: str, seen: set[int], depth: int) 
             yield from _held(function.__globals__, key, part, f"{function.__module__}.{key}", seen, depth)
 
 
-class _Cells(dict[str, CellType]):
+class _Cells:
     """Names of a function around; to set one sets it for all functions that have it."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
 
     def contents(self) -> Iterator[tuple[str, Any]]:
         """Names that have a value, with it."""
-        for key, cell in self.items():
+        for key, cell in self._cells.items():
             with contextlib.suppress(ValueError):  # empty
                 yield key, cell.cell_contents
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self[key].cell_contents = value
+        self._cells[key].cell_contents = value
 
 
 @functools.lru_cache(maxsize=1024)
@@ -156,7 +159,7 @@ def _methods(kind: type[Any]) -> tuple[FunctionType, ...]:
 
 
 def _held(
-    holder: MutableMapping[Any, Any] | None, key: Any, part: Any, name: str, seen: set[int], depth: int
+    holder: MutableMapping[Any, Any] | _Cells | None, key: Any, part: Any, name: str, seen: set[int], depth: int
 ) -> Iterator[tuple[str, _Found]]:
     if type(part) in _ATOMS:
         if holder is not None:
