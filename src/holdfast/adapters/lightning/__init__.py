@@ -30,12 +30,14 @@ from typing import Any
 from holdfast.adapters.dcp.peek import newest
 from holdfast.adapters.lightning.hooks import FitHooks
 from holdfast.adapters.lightning.loops import Place
+from holdfast.adapters.lightning.unsaved_attributes import check_of
 from holdfast.adapters.options import AGAIN, checked
 from holdfast.base import config as settings
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck
 from holdfast.core.model import Version
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class Keeping:
         self._random: dict[str, Any] | None = None
         self._place: Place | None = None
         self._fit: Any = None
+        self._unsaved: UnsavedStateCheck | None = None
         self._wrapped: list[str] = []
         self._last = -1
         self._sigterm: Any = None
@@ -150,6 +153,7 @@ class Keeping:
         if start > 0 and trainer.should_stop and place.is_over and not settings.is_restart():
             trainer.should_stop = False  # a new launch of a run that stopped early is to train
         handed.begin()
+        self._unsaved = check_of(trainer, own) if trainer.is_global_zero else None
         self._take_hold(trainer.fit_loop)
 
     def _later_than(self, trainer: Any, path: Any) -> Version | None:
@@ -309,6 +313,8 @@ class Keeping:
         if self.checkpointer is None or self._place is None or step <= self._last:
             return
         self._last = step
+        if self._unsaved is not None:
+            self._unsaved.look(self._fit.trainer.lightning_module.parameters())
         if self._place.is_over:
             self.checkpointer.save_last(step)
         self.checkpointer.step(step)

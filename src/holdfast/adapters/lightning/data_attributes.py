@@ -113,18 +113,18 @@ def _within(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple
         for function in () if isinstance(value, dict) else _methods(type(value)):  # type: ignore[arg-type]
             yield from _within(function, name, seen, depth + 1)
     for key, part in list(itertools.islice(parts.items(), _MAX_PARTS)):
-        yield from _held(holder, key, part, f"{name}.{key}", seen, depth)
+        yield from held(holder, key, part, f"{name}.{key}", seen, depth)
 
 
 def _of_function(function: FunctionType, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, _Found]]:
     """Yields what a function has of the function around it, and what of its module."""
     cells = _Cells(function)
     for key, part in cells.contents():
-        yield from _held(cells, key, part, f"{name}.{key}", seen, depth)
+        yield from held(cells, key, part, f"{name}.{key}", seen, depth)
     for key in _names(function.__code__):
         if key in function.__globals__:
             part = function.__globals__[key]
-            yield from _held(function.__globals__, key, part, f"{function.__module__}.{key}", seen, depth)
+            yield from held(function.__globals__, key, part, f"{function.__module__}.{key}", seen, depth)
 
 
 class _Cells:
@@ -153,14 +153,15 @@ def _names(code: CodeType) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=256)
 def _methods(kind: type[Any]) -> tuple[FunctionType, ...]:
     """Returns the methods that the user wrote for a class."""
-    own = [each for each in kind.__mro__ if _is_own(each.__module__)]
+    own = [each for each in kind.__mro__ if is_own(each.__module__)]
     found = [value for each in own for value in vars(each).values() if isinstance(value, FunctionType)]
     return tuple(found[:_MAX_PARTS])
 
 
-def _held(
+def held(
     holder: MutableMapping[Any, Any] | _Cells | None, key: Any, part: Any, name: str, seen: set[int], depth: int
 ) -> Iterator[tuple[str, _Found]]:
+    """Yields what one part of an object holds, by name, with what sets it in the holder."""
     if type(part) in _ATOMS:
         if holder is not None:
             yield name, (part, lambda value: holder.__setitem__(key, value))
@@ -172,7 +173,7 @@ def _held(
     elif (numpy := sys.modules.get("numpy")) is not None and isinstance(part, numpy.ndarray):
         if part.dtype.kind in "biuf" and part.ndim and part.size:
             yield name, (f"{[*part.shape]} {_row(part).tolist()!r}", None)
-    elif isinstance(part, Iterator) and not isinstance(part, io.IOBase) and not _is_own(type(part).__module__):
+    elif isinstance(part, Iterator) and not isinstance(part, io.IOBase) and not is_own(type(part).__module__):
         yield name, (object(), None)  # goes on, and nobody can say where it is
     else:
         yield from _within(part, name, seen, depth + 1)
@@ -188,7 +189,7 @@ def _is_data(value: Any, depth: int) -> bool:
     if isinstance(value, (*_LISTS, dict, functools.partial, MethodType)):
         return True
     if isinstance(value, FunctionType):
-        return _is_own(value.__module__)
+        return is_own(value.__module__)
     if depth and not _is_of_user(type(value).__module__):
         return False
     if isinstance(value, _NOT_LOOKED_AT) or not isinstance(getattr(value, "__dict__", None), dict):
@@ -200,11 +201,11 @@ def _is_data(value: Any, depth: int) -> bool:
 
 def _is_of_user(module: str) -> bool:
     """Tell whether a user's module, or PyTorch's for data, defines a class."""
-    return _is_own(module) or module.startswith("torch.utils.data.")
+    return is_own(module) or module.startswith("torch.utils.data.")
 
 
 @functools.lru_cache(maxsize=256)
-def _is_own(module: str) -> bool:
+def is_own(module: str) -> bool:
     """Tell whether a module is a user's."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return module == "__main__" or (file is not None and not is_installed(file))

@@ -96,7 +96,7 @@ class FitHooks:
         """Returns whether anybody is handed a checkpoint at all."""
         hooks = ("on_save_checkpoint", "on_load_checkpoint")
         things = (*self._callbacks, self._trainer.lightning_module)
-        return any(_overrides(thing, hook) for thing in things for hook in hooks)
+        return any(overrides(thing, hook) for thing in things for hook in hooks)
 
     def _handed(self, state: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint as it was when hooks had been through it."""
@@ -149,7 +149,7 @@ def _is_named_by_logger(trainer: Any, callback: Any) -> bool:
     return bool(trainer.strategy.broadcast(is_that))
 
 
-def _overrides(thing: Any, method: str) -> bool:
+def overrides(thing: Any, method: str) -> bool:
     """Returns whether a callback or a module has a hook of its own."""
     if method in vars(thing):
         return True
