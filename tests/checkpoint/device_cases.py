@@ -1067,6 +1067,44 @@ def a_full_device_holds_its_streams_until_all_is_copied() -> None:
 
 
 @case
+def values_that_grow_leave_room_for_spots() -> None:
+    """In the last kilobytes of a slot; without room the streams would wait for every copy from then on."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(20))).to(place())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = holdfast.Config(every="1", linger_s=1.0)
+    values, looks = {"log": ""}, []
+    look = memory_saver.Saver._spots_of
+
+    def looked(self: memory_saver.Saver, *given: Any) -> Any:
+        check, pairs = look(self, *given)
+        looks.append(None if pairs is None else len(pairs))
+        return check, pairs
+
+    memory_saver.Saver._spots_of = looked  # type: ignore[method-assign]
+    with directory() as root:
+        checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, values=values, config=config)
+        checkpointer.restore()
+        for number in range(10):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            if number == 5:
+                view = next(iter(checkpointer._run.saver._views.values()))  # type: ignore[union-attr]
+                values["log"] = "." * (view.slot.num_bytes - view.plan.num_bytes - 5000)
+            checkpointer.step(number)
+            checkpointer.flush()
+        checkpointer.abandon()
+    assert looks[3:5] == [1, 1], looks
+    assert None not in looks, "a slot has no room for them"
+    assert looks[-1] == 1, looks
+
+
+@bug
+def values_may_fill_a_slot() -> None:
+    memory_saver.ROOM_BYTES = 0  # type: ignore[attr-defined]
+
+
+@case
 def spots_are_those_at_the_call_on_every_device() -> None:
     """Before what is queued behind it on the current stream, of tensors of all layouts; compared with what lies in the slot."""
     simulated.set_copy_rate(MIB)

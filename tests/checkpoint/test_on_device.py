@@ -64,6 +64,7 @@ ALONE = {
     "an_optimizers_state_that_is_written_past_torchs_counts_gives_the_version_up": False,
     "weights_are_looked_at_in_the_waits_of_a_pipeline": True,
     "a_full_device_holds_its_streams_until_all_is_copied": False,
+    "values_that_grow_leave_room_for_spots": False,
     "a_device_far_behind_its_host_gives_no_version_up": True,
     "a_save_is_not_given_up_for_want_of_a_slot_before_its_device_came_to_it": False,
     "a_host_ahead_of_its_device_is_not_held_up": False,
@@ -132,6 +133,7 @@ BUGS = {
     "a_copy_is_known_once_it_is_queued": ("a_copy_that_is_interrupted_at_any_line_is_waited_for", "is given away at"),
     "nobody_counts_writes": ("weights_that_are_written_beside_a_copy_give_the_version_up", "AssertionError"),
     "nobody_looks_at_devices": ("weights_that_are_written_past_torchs_counts_give_the_version_up", "torn"),
+    "values_may_fill_a_slot": ("values_that_grow_leave_room_for_spots", "no room for them"),
     "spots_are_taken_beside_what_is_queued": ("spots_are_those_at_the_call_on_every_device", "other spots"),
     "a_settled_copy_is_awaited_by_streams_alone": ("what_is_settled_may_be_written_on_any_stream", "torn"),
     "nobody_waits_for_pinned_memory": (

@@ -38,6 +38,7 @@ from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, Pairs, Side
 from holdfast.checkpoint.capture.twin_comparison import Shared
 from holdfast.checkpoint.capture.unchanged_images import Look, UnchangedImages, stands
 from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.device.device_spots import ROOM_BYTES
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.entries.types import Gathered, LiveTensors
 from holdfast.checkpoint.job.keeper_link import KeeperLink
@@ -240,7 +241,8 @@ class Saver:
             self._views[id(slot)] = SlotView(slot, plan)
 
         client.prepare(num_bytes, self._config.num_slots, num_ready=0, put_off=put_off)
-        self._reserved = num_bytes
+        # Values that grew into the room for spots would have the streams of a device wait for every copy from then on.
+        self._reserved = num_bytes - (ROOM_BYTES if on is not None else 0)
         self._reservation = Reservation(client, num_bytes, self._config.num_slots, came)
         if not put_off:
             self._reservation.begin(self._link.behind)
@@ -325,7 +327,7 @@ class Saver:
                 self._grow(client, plan, gathered)
             elif reservation is not None and not reservation.is_complete:
                 if reservation.is_dead:
-                    self._ask_for_slots(client, plan, self._reserved, gathered)
+                    self._ask_for_slots(client, plan, reservation.num_bytes, gathered)
                 return False
         except HoldfastError as error:
             logger.info("no level in memory yet: %s", error)
