@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint.device.device_spots import FEWEST_TENSORS, MOST_TENSORS, MOST_TURNS, ROOM_BYTES, DeviceSpots
+from holdfast.checkpoint.device.device_spots import (
+    FEWEST_TENSORS,
+    LAST_TENSORS,
+    MOST_TENSORS,
+    MOST_TURNS,
+    ROOM_BYTES,
+    DeviceSpots,
+)
 
 
 def saved(tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[int]]:
@@ -85,3 +92,4 @@ def test_every_one_of_many_tensors_is_looked_at_in_its_turn(count: int, saves: i
     found = [differing(spots, b"\x01" * len(payload)) for _ in range(saves)]
     assert set.union(*found) == set(range(count))
     assert max(map(len, found)) <= MOST_TENSORS
+    assert set.intersection(*found) >= set(range(count - LAST_TENSORS, count)), "what is copied last is torn first"

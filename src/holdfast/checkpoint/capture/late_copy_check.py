@@ -13,7 +13,7 @@ elements, until the stretch comes by. `verify_capture` compares everything.
 Of tensors on devices the counts are compared once (`WriteCounts`): what is queued behind the copy is known to come behind it only
 from the fence on. Their spots are taken by the device itself, in front of whatever is queued behind the call
 (`checkpoint.device.device_spots`), and compared with the slot alone (`DeviceCheck`): 128 bytes of each tensor, of many tensors a
-quarter in a save, 1,024 at most, and others in the next. So a write past torch's counts is found there if it changes most of
+quarter in a save, the last ones in each, 1,024 at most, and others in the next. So a write past torch's counts is found there if it changes most of
 many tensors, and else in its turn.
 
 Used by `checkpoint.save.memory_saver` and `checkpoint.save.save_completion`.

@@ -6,7 +6,8 @@ tensors in the slot must have the same bytes at the same places.
 
 Of each tensor this is one run of neighbours in memory: the last ones, the first ones, or some in between, from save to save. Of few
 tensors it is all three. Every tensor takes the host up to a microsecond, so of many a quarter is looked at in a save, MOST_TENSORS
-at most, and others in the next. The views are made once and kept, for making them takes longer than all else.
+at most, and others in the next. The last ones of each device are looked at in every save: they are copied last, so whoever writes all
+tensors too early tears these. The views are made once and kept, for making them takes longer than all else.
 
 Used by `checkpoint.capture.late_copy_check` and `checkpoint.capture.side_stream_copy`.
 """
@@ -30,6 +31,8 @@ FEWEST_TENSORS, MOST_TENSORS = 64, 1024
 ROOM_BYTES = RUN_BYTES * MOST_TENSORS
 # The last, the first, and others; all of them where these are no more runs than this.
 KINDS, FEW_RUNS = 3, 64
+# The last tensors of a device, which every save looks at.
+LAST_TENSORS = 12
 # So many turns, but no more runs than this in all, or one of each tensor.
 MOST_TURNS, KEPT_RUNS = 12, 4096
 # Fractions of 2**32 that are far from each other for consecutive numbers (R. Knuth, TAOCP 3, 6.4: Fibonacci hashing).
@@ -110,9 +113,14 @@ class DeviceSpots:
     def __init__(self, tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         self._tensors, self._starts = tuple(tensors), tuple(starts)
         count = len(self._tensors)
-        self._num_groups = max(1, -(-count // min(MOST_TENSORS, max(FEWEST_TENSORS, count // 4))))
         self._num_turns = min(MOST_TURNS, max(1, KEPT_RUNS // max(1, count)))
         self._kinds = KINDS if count * KINDS <= FEW_RUNS else 1
+        places: dict[torch.device, list[int]] = {}
+        for number, tensor in enumerate(self._tensors):
+            places.setdefault(tensor.device, []).append(number)
+        self._last = {number for mine in places.values() for number in mine[-LAST_TENSORS:]}
+        most = MOST_TENSORS - len(self._last)
+        self._num_groups = max(1, -(-count // min(most, max(FEWEST_TENSORS, count // 4))))
         self._made: dict[int, Turn] = {}
         self._next = itertools.count()
 
@@ -121,7 +129,7 @@ class DeviceSpots:
         number = next(self._next) % (self._num_groups * self._num_turns)
         if number not in self._made:
             turn, group = divmod(number, self._num_groups)
-            chosen = range(group, len(self._tensors), self._num_groups)
+            chosen = sorted(self._last.union(range(group, len(self._tensors), self._num_groups)))
             with torch.no_grad():
                 runs = [self._run(each, each + turn + k, turn) for each in chosen for k in range(self._kinds)]
             self._made[number] = Turn.of(runs)
