@@ -417,7 +417,9 @@ def test_a_device_that_runs_no_kernel_ends_the_process_and_the_agent_is_told(
 def test_a_process_that_ends_well_without_having_begun_its_order_ends_a_void_run(
     status: WorkerStatus, died: bool
 ) -> None:
-    worker_slot: Any = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 0), status=status, order=3, departs=False)
+    worker_slot: Any = SimpleNamespace(
+        proc=SimpleNamespace(poll=lambda: 0), status=status, order=3, departs=False, evicted=False
+    )
     worker_slot.set_status = lambda status: setattr(worker_slot, "status", status)
     agent: Any = SimpleNamespace(_serial=3, _hear=lambda _: None)
     assert Agent._died(agent, worker_slot) is died
