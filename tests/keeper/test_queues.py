@@ -160,6 +160,22 @@ def test_a_newer_version_takes_the_place_of_one_that_failed() -> None:
         assert not again.failed(newer, CorruptError("it is not held here any more")), "storage is not to blame"
 
 
+def test_a_commit_for_which_the_queue_has_no_room_is_tried_again() -> None:
+    """Storage was behind by so many commits, and nothing newer came: the last version of a job never became durable."""
+    repeated: list[Version] = []
+    state = SimpleNamespace(lock=threading.RLock(), repeat_part=repeated.append, changed=None, alarms=None)
+    committer = writer.Committer(state, None, Events())  # type: ignore[arg-type]
+    committer._worker._bound = 0
+    jobs = [SimpleNamespace(order=SimpleNamespace(version=Version(1, step))) for step in (4, 5)]
+    assert [committer.put(job) for job in jobs] == [False, False]  # type: ignore[arg-type]
+    committer.tick()
+    assert not repeated, "not at once"
+    committer._again._at_s = 0.0
+    committer.tick()
+    assert repeated == [Version(1, 5)]
+    committer.stop()
+
+
 @pytest.mark.parametrize("replicated_first", [True, False])
 def test_the_replica_of_the_newest_replicated_version_is_not_written_over(replicated_first: bool) -> None:
     """A newer one that is whole on this node alone must not take its place: others may lack theirs."""

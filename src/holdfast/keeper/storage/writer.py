@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperError, StorageFull
+from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperError, StorageBusy, StorageFull
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.versions.coordinator_board import CommitOrder, PartReport
@@ -129,6 +129,7 @@ class Persister:
         self._again.forget(before=writing.order.version)
         if not self._worker.put(writing):
             self._failover.done(writing)
+            self._again.failed(writing.order, StorageBusy("storage is behind, and no more writes may wait"))
 
     @property
     def idle(self) -> bool:
@@ -307,9 +308,15 @@ class Committer:
         self._superseded = ""  # the key of the alarm that a newer incarnation is registered
 
     def put(self, job: CommitJob) -> bool:
-        """Queues a commit. Under the state's lock."""
-        self._again.forget(before=job.order.version)
-        return self._worker.put(job)
+        """Queues a commit. False if too many wait: the newest of those is tried again. Under the state's lock."""
+        version = job.order.version
+        self._again.forget(before=version)
+        is_queued = self._worker.put(job)
+        if not is_queued:
+            self._again.failed(
+                Order(version, (), 0, "commit"), StorageBusy("storage is behind, and no more commits may wait")
+            )
+        return is_queued
 
     @property
     def idle(self) -> bool:
