@@ -56,7 +56,6 @@ def plain() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=kind == "cuda")
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=EPOCHS * len(train))
     scaler = torch.amp.GradScaler(kind, init_scale=1024.0, enabled=KIND == "amp")
-    step = 0
     for epoch in range(EPOCHS):
         model.train()
         for batch, (image, label) in enumerate(train):
@@ -64,7 +63,8 @@ def plain() -> None:
             with torch.autocast(kind, torch.float16, enabled=KIND == "amp"):
                 loss = nn.functional.cross_entropy(called(image), label)
             scaler.scale(loss).backward()
-            hurt(epoch * len(train) + batch)
+            step = epoch * len(train) + batch
+            hurt(step)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -72,8 +72,7 @@ def plain() -> None:
             if KIND == "clip":
                 for parameter in model.parameters():
                     parameter.data.clamp_(-0.3, 0.3)
-            step += 1
-            print("script makes step", epoch * len(train) + batch, flush=True)
+            print("script makes step", step, flush=True)
         model.eval()
         with torch.no_grad():
             right = sum(int((called(i.to(kind)).argmax(1).cpu() == label).sum()) for i, label in test)

@@ -133,8 +133,8 @@ def _script(card: Card, directory: Path, kind: str, kills: str, *, kept: bool) -
         "--nproc-per-node=1",
         "--max-restarts=3",
         "--every=1",
+        f"--checkpoint-dir={directory / 'checkpoints'}",
     ]
-    run.append(f"--checkpoint-dir={directory / 'checkpoints'}")
     command = [sys.executable, *(run if kept else []), str(SCRIPT), kind, kills, str(directory)]
     environ = _environment(directory)
     if card.is_simulated:  # nothing in the script loads it

@@ -40,12 +40,13 @@ _PLACE = "_holdfast_place"
 # Who draws between two batches does so at the second one, or at one soon behind it.
 _WATCHED = 64
 # Samplers that draw everything before their first index.
-_KNOWN = (
+_AT_ONCE = (
     sampler.SequentialSampler,
     sampler.RandomSampler,
     sampler.SubsetRandomSampler,
     sampler.WeightedRandomSampler,
     DistributedSampler,
+    _InfiniteConstantSampler,
 )
 
 
@@ -363,7 +364,7 @@ class _Told:
         if (step := next(self._steps, None)) is not None:
             step()
         rows = iter(self._sampler)
-        if not _is_known(self._sampler):
+        if not draws_at_once(self._sampler):
             rows = self._place.watched(rows, "the order of its batches is")
         return _Skipping(rows, self._counted, self)
 
@@ -399,11 +400,14 @@ class _Skipping:
         return indices
 
 
-def _is_known(rows: Any) -> bool:
+def draws_at_once(rows: Any) -> bool:
     """Tell whether a sampler, or the one that its batches are made of, draws all it needs before the first index."""
     if type(rows) is sampler.BatchSampler:
         rows = rows.sampler
-    return type(rows) in (*_KNOWN, _InfiniteConstantSampler)
+    if type(rows) is sampler.RandomSampler and rows.generator is not None:
+        # With a generator of its own, which the steps may use too, some of its indices are drawn later.
+        return not rows.replacement and rows.num_samples <= len(rows.data_source)
+    return type(rows) in _AT_ONCE
 
 
 class _Watched:

@@ -28,21 +28,17 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, dataloader, distributed, sampler
+from torch.utils.data import DataLoader, Dataset, dataloader
 
 from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, parts_of
 from holdfast.adapters.zero_lines.reach.walk import workers_stay
 from holdfast.base.installed import is_installed
+from holdfast.checkpoint.state.dataloader import draws_at_once
 from holdfast.checkpoint.state.stateful import is_stateful
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.clock_names import clock_names
 
-# Samplers that draw everything from one seed, before their first index.
-_SAMPLERS = (
-    sampler.SequentialSampler, sampler.RandomSampler, sampler.SubsetRandomSampler, sampler.WeightedRandomSampler,
-    distributed.DistributedSampler,
-)  # fmt: skip
 _NONE: dict[int, int] = {}
 _SEQUENCES = (list, tuple, str, bytes, dict, type(_NONE.keys()), type(_NONE.values()), type(_NONE.items()))
 _EMPTY: tuple[Iterable[Any], ...] = ([], (), range(0), "", b"", _NONE, _NONE.values(), _NONE.items())
@@ -292,7 +288,7 @@ def _loader_iterator(value: Any, items: Items) -> _Way:
             items.refused = items.refused or items.why_not_staying(loader)
             items.loaders.append(loader)
             items.staying.append((value, value.begins))
-    known = _is_known(value._index_sampler)
+    known = draws_at_once(value._index_sampler)
     if not known:
         items.digests(indices)
         value._sampler_iter = _watched(indices, items, "the order of its batches is")
@@ -312,16 +308,6 @@ def _loader_iterator(value: Any, items: Items) -> _Way:
         else _watched(value, items, "its items are")
     )
     return _Way(["loader", size], size, lambda: watch, lambda n: _advanced(watch, n))
-
-
-def _is_known(indices: Any) -> bool:
-    """Tell whether a sampler, or the one that its batches are made of, draws all it needs before the first index."""
-    if type(indices) is sampler.BatchSampler:
-        indices = indices.sampler
-    if type(indices) is sampler.RandomSampler and indices.generator is not None:
-        # With a generator of its own, which the steps may use too, some of its indices are drawn later.
-        return not indices.replacement and indices.num_samples <= len(indices.data_source)
-    return type(indices) in _SAMPLERS or type(indices) is dataloader._InfiniteConstantSampler
 
 
 def _taken(value: Any, items: Items) -> _Way:
