@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.base.errors import HoldfastError, LevelNotReached
+from holdfast.base.errors import HoldfastError, LevelNotReached, StorageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.save.save_handle import LOOK_S, SaveHandle
@@ -19,6 +19,7 @@ from holdfast.checkpoint.save.storage_saver import DirectSaver
 from holdfast.core.model import Level, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee, leave, wait_gone
@@ -213,6 +214,31 @@ def test_what_is_in_storage_is_durable_though_no_keeper_is_left_that_knows(
         assert told == [None]
     checkpointer.close()
     assert told == [None]
+
+
+def test_what_is_found_in_storage_and_cannot_be_made_durable_is_not_called_so(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper may have died between its commit and the synchronisation of the directory."""
+
+    def refused(_: LocalBackend, directory: str) -> None:
+        raise StorageError("the disk failed", where=directory)
+
+    _, checkpointer = captured(make)
+    keeper, link = keeper_of(checkpointer), checkpointer._run.link
+    monkeypatch.setattr(Announced, "_progressed", lambda *_: None)
+    last = checkpointer.save(0, "durable")
+    eventually(lambda: open_storage(tmp_path / "job", Events()).versions() == [Version(1, 0)])
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalBackend, "settle", refused)
+        patched.setattr(KeeperLink, "hand_over", lambda *_: None)
+        keeper.kill()
+        eventually(lambda: link.client is None)
+        with pytest.raises(LevelNotReached):
+            last.wait("durable", 0.5)
+    assert last.wait("durable", DEADLINE_S) is Level.DURABLE
+    assert link.wait_mended(DEADLINE_S)
+    leave(checkpointer)
 
 
 def test_flush_waits_for_no_version_that_its_keeper_had_not_sealed(

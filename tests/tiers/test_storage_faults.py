@@ -237,6 +237,56 @@ def test_without_the_syncs_a_power_cut_does_lose_it(tmp_path: Path, monkeypatch:
         assert store.versions() != [V1] or not is_intact(store, V1)
 
 
+def killed_behind_its_commit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that commits V1 dies when the manifest has its name and the directory is not synchronised."""
+    link = files.link
+
+    def linked(there: int, temporary: str, target: int, leaf: str, **more: Any) -> bool:
+        made = link(there, temporary, target, leaf, **more)
+        if leaf == "manifest.json":
+            raise KeyboardInterrupt
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "link", linked)
+        with pytest.raises(KeyboardInterrupt):
+            save(new_store(place), V1)
+
+
+def test_what_is_found_committed_is_made_durable_before_it_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "root"
+    killed_behind_its_commit(place, monkeypatch)
+    store, synced = open_storage(place, Events()), list[str]()
+    monkeypatch.setattr(files, "sync", lambda *fds: synced.extend(os.readlink(f"/proc/self/fd/{fd}") for fd in fds))
+    assert store.is_committed(V1)
+    assert synced == []
+    assert store.is_durable(V1)
+    assert synced == [str(place / str(V1)), str(place)]
+    assert not store.is_durable(V2)
+
+
+def test_what_cannot_be_made_durable_is_not_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_behind_its_commit(tmp_path / "root", monkeypatch)
+    store = open_storage(tmp_path / "root", Events())
+    for call, noticed in every_failure(monkeypatch, lambda: store.is_durable(V1), errno.EIO, ("fsync",)):
+        assert noticed, call
+
+
+@pytest.mark.root
+def test_a_power_cut_does_not_take_what_was_found_committed_and_called_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ext4(tmp_path) as place:
+        killed_behind_its_commit(place, monkeypatch)
+        assert open_storage(place, Events()).is_durable(V1)
+        power_cut(place)
+    with remounted(tmp_path) as place:
+        assert new_store(place).versions() == [V1]
+        assert verify(new_store(place), V1)
+
+
 def is_intact(store: Storage, version: Version) -> bool:
     try:
         return verify(store, version) > 0

@@ -113,7 +113,7 @@ class DcpJob:
             version,
             level,
             link=self.link,
-            in_storage=self.storage.is_committed,
+            in_storage=self.storage.is_durable,
             settle=self.saver.settle,
             topology=self.job.topology,
             timeout_s=self.config.close_timeout_s,

@@ -824,7 +824,7 @@ class Checkpointer:
             run.job.version(step),
             level,
             link=run.link,
-            in_storage=self._storage.is_committed,
+            in_storage=self._storage.is_durable,
             settle=run.saver.settle,
             topology=run.job.topology,
             timeout_s=self._config.close_timeout_s,

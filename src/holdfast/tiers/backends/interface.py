@@ -213,6 +213,18 @@ class Linking(Protocol):
         """
 
 
+@runtime_checkable
+class Settling(Protocol):
+    """A backend that shows a name before it is durable: whoever gave it may have been killed between the two."""
+
+    def settle(self, directory: str) -> None:
+        """Makes the names that stand in `directory` now durable, and its own. Nothing where there is no such directory.
+
+        Raises:
+            StorageError: that failed, and they may be lost with the machine.
+        """
+
+
 class NotCachedError(Exception):
     """The page cache of this machine has not all of what was to be read from it. Nothing is wrong."""
 

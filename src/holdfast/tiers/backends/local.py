@@ -222,6 +222,13 @@ class LocalBackend:
             except FileNotFoundError:
                 return []
 
+    def settle(self, directory: str) -> None:
+        """Makes the names in `directory` durable; see Settling."""
+        check_segment(directory)
+        with self._translated(directory), self._open_root() as root, contextlib.suppress(FileNotFoundError):
+            with _beneath(root, directory, make=False) as target:
+                posix_io.sync(target, root)
+
     def delete(self, *names: str) -> None:
         """Removes files in this order, durably; see Backend."""
         for name in names:

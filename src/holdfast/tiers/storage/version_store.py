@@ -34,7 +34,7 @@ from holdfast.base.errors import (
 )
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.tiers.backends.interface import Backend
+from holdfast.tiers.backends.interface import Backend, Settling
 from holdfast.tiers.backends.open_url import open_backend
 from holdfast.tiers.format.strict_json import AUTHENTICATED_FORMAT, MAX_RECORD_BYTES
 from holdfast.tiers.storage import manifest as manifests
@@ -281,6 +281,17 @@ class Storage:
     def is_committed(self, version: Version) -> bool:
         """Returns whether the root manifest of a version is listed."""
         return any(name == manifests.ROOT_NAME for name, _ in self._backend.listing(str(version)))
+
+    def is_durable(self, version: Version) -> bool:
+        """Returns whether a version is committed and survives a power cut: whoever committed it may have been killed before that.
+
+        Raises:
+            StorageError: the path refuses, or its names cannot be made durable.
+        """
+        is_committed = self.is_committed(version)
+        if is_committed and isinstance(self._backend, Settling):
+            self._backend.settle(str(version))
+        return is_committed
 
     def unfinished(self) -> list[Version]:
         """Versions of which files exist, but no commit: being written, abandoned, or left by a crash."""
