@@ -32,6 +32,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.base.terminal import some_of
+from holdfast.checkpoint.capture.block_copies import as_copied
 from holdfast.checkpoint.capture.copy_plan import Copies, Plan, SlotView, Split, Structure, rows_of
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, digest, digest_at
 from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, has_spots
@@ -257,6 +258,7 @@ class LateCopyChecker:
         if self._of is None or self._of[0] is not split or self._of[1] is not plan:
             parts = [plan.parts[index] for index in late.device_parts]
             self._names = [part.name for part in parts]
-            self._on_devices = DeviceSpots(late.device_sources, [part.start for part in parts])
+            copied = as_copied(late.device_targets, late.device_sources)
+            self._on_devices = DeviceSpots(late.device_sources, [part.start for part in parts], copied)
             self._of = split, plan
         return DeviceCheck(self._names, self._on_devices.next())
