@@ -106,7 +106,7 @@ class Agent(RendezvousAgent):
     ) -> None:
         super().__init__(spec, config, rules)
         self._supply, self._program, self._num_spares = supply, program, num_spares
-        self._watch, self._rules = watch, rules
+        self._watch = watch
         self._cases = IncidentTracker(rules.limits)
         self._found: dict[int, Verdict] = {}
         self._node = socket.gethostname()
@@ -140,7 +140,8 @@ class Agent(RendezvousAgent):
         store = PrefixStore(f"round/{self._num_rounds}", group.store) if self._is_static else group.store
         self._round = Round(
             store, rank=group.group_rank, size=group.group_world_size, address=group.master_addr,
-            keeper=self._rules.early.address(), ranks=[worker.global_rank for worker in group.workers],
+            keeper=self._rules.early.address(), node=self._rules.node,
+            ranks=[worker.global_rank for worker in group.workers],
         )  # fmt: skip
         self._round.version = self._version
         meeting = self._meeting
@@ -149,6 +150,7 @@ class Agent(RendezvousAgent):
         if meeting is not None:
             meeting.learn()
         self._rules.early.starts(group, self._round.keepers())
+        self._tell_of_namesakes(self._round)
         self._recoveries = self._current.recoveries
         if self._workers is None:
             self._workers = self._pcontext = self._new_workers(worker_group)
