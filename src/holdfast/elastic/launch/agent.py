@@ -47,7 +47,7 @@ from holdfast.elastic.launch.rendezvous_agent import RendezvousAgent
 from holdfast.elastic.launch.worker_eviction import enforce_deadlines, was_evicted
 from holdfast.elastic.processes.forkserver import NotForked, readable
 from holdfast.elastic.processes.process_supply import ProcessSupply
-from holdfast.elastic.processes.worker_processes import Workers, WorkerSlot, WorkerStatus
+from holdfast.elastic.processes.worker_processes import KillReason, Workers, WorkerSlot, WorkerStatus
 from holdfast.elastic.watchdog import proc_stats
 from holdfast.elastic.watchdog.watchdog import Watchdog
 from holdfast.elastic.worker.agent_channel import RunOrder
@@ -482,9 +482,7 @@ class Agent(RendezvousAgent):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
                     self._found[rank] = verdict
-                    worker_slot = self._workers_of()[mine[rank]]
-                    worker_slot.killed_at = now
-                    worker_slot.proc.send_signal(signal.SIGKILL)
+                    self._workers_of()[mine[rank]].kill(KillReason.HANGS)
             if verdict.kind == "restart_all" or (verdict.ranks in nodes and verdict.kind == "replace_node"):
                 of_many = verdict
         if of_many is None or self._round.wanted(self._current.number + 1):
@@ -518,7 +516,9 @@ class Agent(RendezvousAgent):
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
         if any(
-            worker_slot.killed_at and now - worker_slot.killed_at < DIES_S and worker_slot.proc.poll() is None
+            worker_slot.killed_for is KillReason.HANGS
+            and now - worker_slot.killed_at < DIES_S
+            and worker_slot.proc.poll() is None
             for worker_slot in self._worker_slots()
         ):
             return None  # so is this one: the process that hung was killed, and a busy machine takes its time with it
