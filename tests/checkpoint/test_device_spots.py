@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from holdfast.checkpoint.capture import block_copies
+from holdfast.checkpoint.capture.copy_plan import Copies, Split
+from holdfast.checkpoint.capture.late_copy_check import LateCopyChecker
 from holdfast.checkpoint.device.device_spots import (
     FEWEST_TENSORS,
     LAST_TENSORS,
@@ -15,6 +20,7 @@ from holdfast.checkpoint.device.device_spots import (
     MOST_TURNS,
     ROOM_BYTES,
     DeviceSpots,
+    Turn,
 )
 
 
@@ -28,7 +34,10 @@ def saved(tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[int]]:
 
 
 def differing(spots: DeviceSpots, payload: bytes) -> set[int]:
-    turn = spots.next()
+    return differing_of(spots.next(), payload)
+
+
+def differing_of(turn: Turn, payload: bytes) -> set[int]:
     seen = torch.cat([view for views in turn.views.values() for view in views])
     assert len(seen) == turn.num_bytes <= ROOM_BYTES
     return turn.differing(np.frombuffer(payload + seen.numpy().tobytes(), np.uint8), len(payload))
@@ -84,7 +93,7 @@ def test_a_few_tensors_are_looked_at_at_both_ends_in_every_turn(end: str) -> Non
         assert differing(spots, payload[:at] + b"\x01" + payload[at + 1 :]) == {3}
 
 
-@pytest.mark.parametrize(("count", "saves"), [(FEWEST_TENSORS, 1), (300, 4), (3000, 4), (5000, 5)])
+@pytest.mark.parametrize(("count", "saves"), [(FEWEST_TENSORS, 1), (300, 4), (3000, 4), (5000, 6)])
 def test_every_one_of_many_tensors_is_looked_at_in_its_turn(count: int, saves: int) -> None:
     tensors = [torch.zeros(64) for _ in range(count)]
     payload, starts = saved(tensors)
@@ -93,3 +102,26 @@ def test_every_one_of_many_tensors_is_looked_at_in_its_turn(count: int, saves: i
     assert set.union(*found) == set(range(count))
     assert max(map(len, found)) <= MOST_TENSORS
     assert set.intersection(*found) >= set(range(count - LAST_TENSORS, count)), "what is copied last is torn first"
+
+
+def test_what_is_copied_behind_the_blocks_is_looked_at_in_every_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that ends in small tensors: their blocks are copied first, and what the device has to work out comes last."""
+    monkeypatch.setattr(block_copies, "SMALL_BYTES", 128)
+    tensors = [torch.zeros(8, 8).t() if number == 70 else torch.zeros(64) for number in range(300)]
+    tensors += [torch.zeros(4) for _ in range(LAST_TENSORS + 8)]
+    payload, starts = saved(tensors)
+    memory = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    targets = [
+        memory[at:].view(torch.float32).as_strided(each.shape, (8, 1)[2 - each.dim() :])
+        for at, each in zip(starts, tensors, strict=True)
+    ]
+    late: Any = Copies(device_targets=targets, device_sources=tensors, device_parts=list(range(len(tensors))))
+    plan: Any = SimpleNamespace(parts=[SimpleNamespace(name=str(number), start=at) for number, at in enumerate(starts)])
+    checker, split = LateCopyChecker(), Split((), ())
+    found = [
+        differing_of(
+            checker.on_devices(split, plan, Copies(), late, lambda: (set(), set())).spots, b"\x01" * len(payload)
+        )
+        for _ in range(6)
+    ]
+    assert set.intersection(*found) >= {70, *range(300 - LAST_TENSORS + 1, 300)}, "torn first"

@@ -103,6 +103,14 @@ def is_plain(source: torch.Tensor) -> bool:
     return source.is_contiguous() and not source.is_conj() and not source.is_neg()
 
 
+def as_copied(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[int]:
+    """Returns their places in the order of their copies: blocks first, what the device has to work out last."""
+    inside: set[int] = set()
+    if len({source.device for source in sources}) == 1:  # else there are no blocks
+        inside = {place for places in neighbours(targets) for place in places}
+    return sorted(range(len(targets)), key=lambda place: (place not in inside, not is_plain(sources[place])))
+
+
 def send_in_order(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], memory: torch.Tensor) -> None:
     """Queues copies of what is not plain, through `memory` of its device; each pair fits in there."""
     for target, source in pairs:
