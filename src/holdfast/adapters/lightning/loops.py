@@ -221,7 +221,7 @@ class Place:
         fit = self._fit
         if fit._combined_loader is None or fit._data_fetcher is None:
             return {}
-        limits = list(fit._combined_loader.limits or ())
+        limits = list(getattr(fit._combined_loader, "limits", None) or ())
         return {"limits": limits, "max_batches": fit.max_batches, "length": fit._data_fetcher.length}
 
     def let_go(self) -> None:
