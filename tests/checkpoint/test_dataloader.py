@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
@@ -31,6 +33,25 @@ class Loud(Dataset[torch.Tensor]):
         return ROWS[index] + torch.rand(())
 
 
+class Drawing(Dataset[torch.Tensor]):
+    """Rows that are blurred by all kinds of generators, and counted: a worker that begins anew makes others."""
+
+    def __init__(self, *, often: int = 1) -> None:
+        self.often, self.taken = often, 0
+        self.own = {"torch": own(), "numpy": [np.random.default_rng(1)], "python": random.Random(2)}
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.taken += 1
+        row = ROWS[index]
+        if index % self.often == 0:
+            row = row + torch.rand(()) + random.random() + np.random.random() + 100 * self.taken  # noqa: NPY002
+            row = row + torch.rand((), generator=self.own["torch"]) + self.own["numpy"][0].random()  # type: ignore[call-overload, index]
+        return row + self.own["python"].random() if index % (3 * self.often) == 0 else row  # type: ignore[attr-defined]
+
+
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from ROWS[torch.randperm(len(ROWS))]
@@ -52,6 +73,10 @@ def own() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
+def seeded(number: int) -> None:
+    random.seed(torch.initial_seed() + number)
+
+
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "in order": lambda: DataLoader(TensorDataset(ROWS), batch_size=3),
     "shuffled": lambda: DataLoader(TensorDataset(ROWS), batch_size=3, shuffle=True, drop_last=True),
@@ -65,6 +90,16 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "two workers": lambda: DataLoader(TensorDataset(ROWS), batch_size=3, shuffle=True, num_workers=2),
     "a worker that stays": lambda: DataLoader(
         TensorDataset(ROWS), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "workers that draw": lambda: DataLoader(Drawing(), batch_size=3, shuffle=True, num_workers=3),
+    "workers that draw and stay": lambda: DataLoader(
+        Drawing(), batch_size=3, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=1
+    ),
+    "workers that draw now and then": lambda: DataLoader(
+        Drawing(often=7), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True, worker_init_fn=seeded
+    ),
+    "more workers than batches": lambda: DataLoader(
+        Drawing(), batch_size=9, generator=own(), num_workers=5, persistent_workers=True
     ),
 }  # fmt: skip
 
@@ -88,10 +123,22 @@ class Life:
 # Workers take a second or two to start.
 CASES = [(name, killed) for name in LOADERS for killed in ((4,) if "worker" in name else (1, 4, 7, 9))]
 CASES.append(("a worker that stays", 10))  # in its second epoch
+CASES += [
+    (name, killed) for name in LOADERS if "draw" in name or "more" in name for killed in (1, 2, 3, 7, 8, 10, 13, 14, 21)
+]
+DRAWN = [("workers that draw", 4), ("workers that draw and stay", 10), ("workers that draw now and then", 21)]
+DRAWN += [("more workers than batches", killed) for killed in (2, 3)]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
-    ("name", "killed"), sampled(CASES, *(case for case in CASES if case != ("a worker that stays", 4)))
+    ("name", "killed"),
+    sampled(
+        CASES,
+        *(case for case in CASES if case[0] not in {name for name, _ in DRAWN} | {"a worker that stays"}),
+        *DRAWN,
+        ("a worker that stays", 10),
+    ),
 )
 def test_it_goes_on_with_the_next_batch(name: str, killed: int) -> None:
     first = Life(LOADERS[name])
