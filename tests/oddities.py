@@ -24,6 +24,7 @@ WRITES = Way(busy=0.05, file=80 * MB, wakes=30, places=LOOP)
 THREADS = Way(spent=4.0)
 CHILDREN = Way(family=3.0, waits_in=CHILD)
 UPLOADS = Way(sockets=10 * MB)
+POLLS = Way(busy=0.004, wakes=100, flickers="SSR", places=LOOP)
 GRANTED = replace(WAITS, group_s=10800.0)
 START = {"phase": Phase.START, "settled": False, "learned": False}
 
@@ -53,6 +54,9 @@ HEALTHY: list[Case] = [
     *_alone("tokenising in threads of Rust", THREADS, 300, 1700),
     *_alone("tokenising in processes", replace(CHILDREN, waits_in=QUEUE), 300, 1700),
     *_alone("ninja and its grandchildren", CHILDREN, 12, 300, 1700),
+    *_alone("a child that computes, looked at a hundred times a second", replace(POLLS, family=1.0), 850, 3500),
+    *_alone("a child that computes a little, looked at as often", replace(POLLS, family=0.1), 3500),
+    *_alone("its own thread computes, looked at as often", replace(POLLS, spent=1.0), 3500),
     *_alone("a child that works on another machine", Way(waits_in=CHILD), 100, 850),
     *_alone("a loader's worker computes", Way(phase=D, stands=D, family=0.9), 100, 1700),
     *_alone("a loader's worker reads", Way(phase=D, stands=D, file=3 * MB), 100, 1700),
@@ -198,6 +202,8 @@ SICK: list[Case] = [
     *_sick("an endless loop in a loader", Way(busy=1.0, state="R", places=LOOP, phase=D), 1200.0),
     *_sick("an endless loop in an evaluation", Way(busy=1.0, state="R", places=LOOP, phase=E), 3000.0),
     *_sick("an endless loop that sleeps", Way(busy=0.01, wakes=20, places=LOOP)),
+    *_sick("an endless loop that looks for a file", POLLS),
+    *_sick("an endless loop that looks at a child, which loops", replace(POLLS, family=1.0), 4000.0),
     *_sick("a file system that never answers", Way(state="D"), 1500.0),
     *_sick("a file system that never answers, in a loader", Way(state="D", phase=D), 3500.0),
     Case("two of four hang", {1: LOCK, 2: LOCK}, (1200.0,), world=4),

@@ -1,6 +1,7 @@
 """One of two ranks on two nodes whose keepers cannot reach each other: `cut_off_worker.py RANK STORE ROOT WAY [SETTING=VALUE...]`.
 
-WAY: `both` is refused; what the first says to the second is `dropped`, and nothing comes back; only the second is refused by the first, `back`.
+WAY: `both` is refused; what the first says to the second is `dropped`, and nothing comes back; only the second is refused by the first, `back`;
+they have one name and a keeper each, `namesakes`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def main() -> None:
 
     def elsewhere(*given: Any) -> tuple[str, ...]:
         """As on another machine: its path leads nowhere here."""
+        if way == "namesakes":
+            return addresses(*given)
         first, second = addresses(*given)
         if int(rank) == 0:
             return first, {"both": f"{second}-elsewhere", "dropped": f"unix:{store}.deaf", "back": second}[way]
@@ -46,13 +49,16 @@ def main() -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: dict[str, Any] = {name: json.loads(value) for name, value in (one.split("=") for one in settings)}
+    label = f"node{rank}"
+    if way == "namesakes":
+        label, given["runtime_dir"] = "host", f"{store}.{rank}"
     facts: dict[str, Any] = {"reached": []}
     try:
         checkpointer = holdfast.Checkpointer(
             root,
             model=model,
             optimizer=optimizer,
-            config=holdfast.Config(node_label=f"node{rank}", durable_every="2", linger_s=1.0, **given),
+            config=holdfast.Config(node_label=label, durable_every="2", linger_s=1.0, **given),
         )
         facts["start"] = start = checkpointer.restore()
         run, step, end = checkpointer._run, start, start + 4

@@ -355,7 +355,7 @@ def two_threads_never_fill_one_block() -> None:
 
 @bug
 def threads_queue_at_once() -> None:
-    SideStreams.queue = lambda self, to, of, blocks=None, *, spots=(): self._queue(to, of, blocks, spots)  # type: ignore[method-assign]
+    SideStreams.queue = lambda self, to, of, blocks=None: self._queue(to, of, blocks)  # type: ignore[method-assign]
 
 
 @case
@@ -1030,6 +1030,41 @@ def an_optimizers_state_that_is_written_past_torchs_counts_gives_the_version_up(
     written_past_counts(decay, "state")
 
 
+@case
+def what_is_copied_in_the_call_is_looked_at_too() -> None:
+    """The current streams wait for it. A stream that waits for nothing wrote it once, and does so again."""
+    each_alone()
+    with directory() as root:
+        job = TwoNets(root)
+        job.checkpointer.restore()
+
+        def write() -> None:
+            for net in job.nets:
+                for parameter in net.parameters():
+                    parameter.data.neg_()
+
+        for number in range(9):
+            job.step(number, save=False)
+            torch.accelerator.synchronize()
+            simulated.set_copy_rate(2 * MIB if number > 5 else 0)
+            handle = job.checkpointer.step(number)
+            if number > 5:
+                beside(write)
+            torch.accelerator.synchronize()
+            job.checkpointer._run.saver.fence.idle(20.0)  # type: ignore[union-attr]
+            assert handle is not None
+            told = "written while it was copied: net" if number > 5 else ""
+            assert handle.given_up.startswith(told), f"torn: {number}"
+            assert told or not handle.given_up, handle.given_up
+        assert job.checkpointer._run.saver._trust._refused  # type: ignore[union-attr]
+        job.checkpointer.abandon()
+
+
+@bug
+def only_late_copies_are_looked_at() -> None:
+    mutation_check.MutationHistory.seen = lambda *_: (set(), set())  # type: ignore[method-assign]
+
+
 class Waits:
     """The pace of a pipeline that has waits, of which none comes."""
 
@@ -1135,7 +1170,7 @@ def spots_are_those_at_the_call_on_every_device() -> None:
             turn = spots.next()
             pairs = streams.look(turn, payload[end : end + turn.num_bytes])
             assert pairs is not None
-            copy = streams.queue(targets, sources, spots=pairs)
+            copy = streams.queue([to for to, _ in pairs], [of for _, of in pairs]) + streams.queue(targets, sources)
             if written:
                 sources[-3].data.add_(1)
             else:

@@ -35,13 +35,14 @@ def main() -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
+    checkpointer.patience_s = 0.5 if how == "late" else None
     checkpointer.restore()
     checkpointer.save(0, "captured" if not budget else "durable").wait(timeout_s=60)
     dist.barrier()
     if left_out and rank == 0:
         dist.barrier()
     elif rank == 1 and not left_out and not shorter:
-        time.sleep(2.0)  # ten times what a save in the middle of a training may wait
+        time.sleep(4.0 if how == "late" else 2.0)  # ten times what a save in the middle of a training may wait
     checkpointer.step(1) if budget or "seldom" in how else checkpointer.save(1)
     said = ""
     if how == "close":

@@ -72,3 +72,15 @@ def test_where_only_the_first_node_is_not_reached_the_ranks_go_on_with_storage_a
     (line,) = errors(ranks[0])
     assert "this job has no level in memory: rank 1: the keeper of node1 has not reached that of node0" in line
     assert open_storage(tmp_path / "ckpt", Events()).versions()
+
+
+def test_machines_of_one_name_save_to_storage_alone(tmp_path: Path, runtime_dir: Path) -> None:
+    """Each keeper would wait for the ranks of the other one: no version would ever be whole, and `close` would wait for it."""
+    ranks = life(tmp_path, "first", way="namesakes")
+    assert [rank.get("start") for rank in ranks] == [0, 0], ranks
+    (line,) = errors(ranks[0])
+    assert "ranks 0 and 1 have different keepers, and both call their node host" in line
+    assert "--node-label" in line
+    assert ranks[0]["reached"] == ranks[1]["reached"] == [None, "DURABLE", None, "DURABLE"]
+    for rank in life(tmp_path, "only", "require_memory=true", way="namesakes"):
+        assert "have different keepers" in rank["error"]

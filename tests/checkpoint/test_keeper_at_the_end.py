@@ -23,6 +23,7 @@ from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee, leave, wait_gone
+from kit.late_copies import Held, fill, trusted
 
 DEADLINE_S = 60.0
 
@@ -494,6 +495,32 @@ def test_what_was_durable_stays_so_though_no_later_keeper_knows_of_it(make: Make
     assert saved[0].reached is Level.DURABLE
     assert saved[0].wait("durable", 1.0) is Level.DURABLE
     leave(checkpointer)
+
+
+def test_what_another_checkpointer_still_copies_and_gives_up_is_not_what_becomes_durable(
+    make: Make, held: Held, tmp_path: Path
+) -> None:
+    """Its newest save turns out torn as the copy ends; the one before is whole."""
+    trainees = {name: Trainee() for name in "ab"}
+    first: Any = make(trainees["a"], path=tmp_path / "a")
+    first.restore()
+    trainees["a"].train()
+    first.save(0).wait("captured", DEADLINE_S)
+    other = trusted(make, trainees["b"], path=tmp_path / "b")
+    whole = other.save(10)
+    whole.wait("captured", DEADLINE_S)
+    trainees["b"].train()
+    held.gate.clear()
+    torn = other.save(11)
+    fill(trainees["b"])
+    opens = threading.Timer(0.3, held.gate.set)
+    opens.start()
+    with pytest.raises(SystemExit):
+        first._stop(first._run.last)
+    opens.join()
+    assert torn.given_up
+    assert newest(tmp_path / "b") == whole.version
+    leave(other)
 
 
 @pytest.mark.parametrize("saves_to", ["memory", "storage"])

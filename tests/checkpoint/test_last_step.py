@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -218,6 +219,22 @@ def test_after_an_exception_the_last_whole_version_is_stored_if_the_last_was_giv
     assert [version.step for version in stored(tmp_path)] == [10]
 
 
+def test_where_the_last_save_is_given_up_the_one_before_is_durable_and_named(make: Make, tmp_path: Path) -> None:
+    """Nothing would be left of it when the keeper has waited long enough for another start."""
+    trainee, said = Trainee(), dict[str, object]()
+    holder = SimpleNamespace(state_dict=lambda: dict(said), load_state_dict=lambda _: None)
+    checkpointer = make(trainee, holder=holder, every="0", durable_every="0")
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", 60)
+    trainee.train()
+    checkpointer.step(1)
+    said["note"] = object()  # which nobody can store
+    with pytest.raises(LevelNotReached, match=r"s0000000001 did not reach durable.*what is durable is .*s0000000000"):
+        checkpointer.close()
+    assert [version.step for version in stored(tmp_path)] == [0]
+
+
 def test_a_step_number_is_saved_once(make: Make) -> None:
     """Epochs as step numbers: the second state would not be saved, though it was said to be."""
     trainee = Trainee()
@@ -371,6 +388,18 @@ def test_a_rank_that_makes_fewer_steps_keeps_nobody_waiting_at_the_end(tmp_path:
     assert f"step 5 is not saved: {'parameters' if 'loaded' in how else 'some rank'}" in said[0][1], said
     assert stored(tmp_path)[-1].step == (0 if "seldom" in how else 1)
     assert "seldom" not in how or "step 1 is not saved: " in said[1][1], said
+
+
+def test_who_waits_no_longer_for_a_late_rank_does_not_say_that_its_step_is_lost(tmp_path: Path) -> None:
+    ranks, said = ended(tmp_path, "late")
+    assert [(rank.returncode, out.strip()) for rank, (out, _) in zip(ranks, said, strict=True)] == [
+        (0, '{"said": ""}')
+    ] * 2, said
+    assert (
+        "step 1 is not saved: some rank has not made it yet; if it still comes, the newest step that all" in said[0][1]
+    )
+    assert "is not saved" not in said[1][1]
+    assert stored(tmp_path)[-1].step == 1
 
 
 def test_straight_to_storage_all_ranks_save_the_last_step_or_none(tmp_path: Path) -> None:

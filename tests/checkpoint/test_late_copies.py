@@ -379,6 +379,7 @@ def test_after_settle_weights_may_be_swapped(make: Make, held: Held, caplog: pyt
         handle = checkpointer.save(step)
         threading.Timer(0.1, held.gate.set).start()
         checkpointer.settle()
+        assert checkpointer._run.saver.fence.idle(0.0), "the copy has ended"
         kept = [p.detach().clone() for p in trainee.model.parameters()]
         fill(trainee)
         for parameter, before in zip(trainee.model.parameters(), kept, strict=True):

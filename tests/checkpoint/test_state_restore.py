@@ -12,6 +12,7 @@ from torch import nn
 
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.checkpoint.entries.types import SavedTensor
+from holdfast.checkpoint.state import training_state
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Extent
 from state_kit import Saved, restore, save
@@ -28,6 +29,17 @@ def objects(width: int = 4, layers: int = 2, optimizer: str = "AdamW", *, steps:
         model(torch.randn(2, width)).sum().backward()
         made.step()
     return {"model": model, "optimizer": made, **extra}
+
+
+class Kept:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"a": self.tensor}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensor = state["a"]
 
 
 def state_of(given: Objects) -> State:
@@ -117,6 +129,22 @@ def test_objects_that_only_one_side_has() -> None:
     assert "missing in the checkpoint: scheduler" in refusal(objects(scheduler=scheduler), save(state_of(objects())))
     message = refusal(objects(), save(state_of(objects(extra=extra))))
     assert "2 unexpected in the checkpoint: extra, extra.t" in message
+
+
+def test_a_value_of_a_later_release_is_refused_by_name_and_never_dropped_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a release reads `memory_order` that does not know it. A version that has nothing to say of it is as readable as before."""
+    turned = torch.arange(6.0).reshape(2, 3).t()
+    source, plain = objects(extra=Kept(turned)), objects(extra=Kept(torch.ones(3, 2)))
+    monkeypatch.setattr(training_state, "MEMORY_ORDER", "of_a_later_release")
+    saved, without = save(state_of(source)), save(state_of(plain))
+    monkeypatch.undo()
+    given = objects(extra=Kept(torch.zeros(3, 2)))
+    assert "1 unexpected in the checkpoint: of_a_later_release" in refusal(given, saved)
+    assert restore(state_of(given), saved, strict=False).not_used == ("of_a_later_release",)
+    assert torch.equal(given["extra"].tensor, turned)
+    assert not restore(state_of(given), without).not_used
 
 
 def test_a_long_list_is_cut_with_a_count() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from faults_kit import Watching
 from holdfast.core.elastic.failure_detector import Kind, Verdict, Watch
 from holdfast.core.elastic.watch_mode import MODES, QUICK
+from holdfast.core.elastic.worker_activity import WINDOW_S, Activity
 from holdfast.core.elastic.worker_facts import Beat, Phase, WorkerSample
 
 HEALTHY = ("steps", "waits", "moves", "reads", "traced", "device", "starved", "unheard")
@@ -222,3 +223,15 @@ def test_stalled_job_is_judged_after_its_modes_limit() -> None:
     waits = replace(AT_A_LOCK, beat=replace(AT_A_LOCK.beat, phase=Phase.COLLECTIVE, inside=True))
     assert hopeless_s(Watch(), AT_A_LOCK, waits) == pytest.approx(120, abs=1)
     assert hopeless_s(Watch(QUICK), AT_A_LOCK, waits) == pytest.approx(8.4, abs=1)
+
+
+@pytest.mark.parametrize(("family", "spent"), [(1.0, 0.0), (0.05, 0.0), (0.0, 1.0), (0.0, 0.0)])
+def test_who_looks_after_others_that_compute_does_not_compute(family: float, spent: float) -> None:
+    """`while child.poll() is None: time.sleep(0.01)` wakes a hundred times a second, and the child may work for an hour."""
+    activity, now_s = Activity(0.0), 0.0
+    while now_s < 60.0:
+        now_s += 0.2
+        counters = {"busy_s": 0.004 * now_s, "spent_s": (0.004 + spent) * now_s, "family_s": family * now_s}
+        activity.take(WorkerSample(0, Beat(), wakes=1 + int(100 * now_s), **counters), now_s)
+    assert (now_s - activity.main_s > 2 * WINDOW_S) is (family + spent > 0.0)
+    assert activity.moved_s == now_s

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import DistError, TCPStore
 
 from holdfast.elastic.launch.rendezvous import incarnation_rounds
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import BEAT_S, Round, RoundAbandoned, RoundOver
+from holdfast.elastic.launch.rendezvous_agent import RendezvousAgent
 from sample_kit import MORE
 
 Make = Callable[[int], list[Round]]
@@ -173,3 +176,24 @@ def test_hung_ranks_are_awaited_until_every_other_agent_has_no_rank_that_saves(a
     assert second.all_spent({0}), "the first is gone"
     first.spend()
     assert [agent.all_spent(()) for agent in (first, second, third)] == [True] * 3
+
+
+def test_launchers_that_share_a_name_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a label all launchers of one host have its name: none keeps a version in the memory of another one."""
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False) for _ in range(3)]
+    names = ("host", "host", "other")
+    rounds = [
+        Round(store, rank=rank, size=3, address="here", node=names[rank], ranks=(rank,))
+        for rank, store in enumerate(stores)
+    ]
+    opened(rounds, 0, 0, 0)
+    for name, round_ in zip(names, rounds, strict=True):
+        agent: Any = object.__new__(RendezvousAgent)
+        agent._rules, agent._has_told_of_namesakes = SimpleNamespace(node=name), False
+        caplog.clear()
+        agent._tell_of_namesakes(round_)
+        agent._tell_of_namesakes(round_)
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == (name == "host")
+        assert all("2 launchers" in text and "node name, host:" in text and "--node-label" in text for text in told)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from holdfast.elastic.launch.agent import DIES_S, Agent
-from holdfast.elastic.processes.worker_processes import WorkerSlot, WorkerStatus
+from holdfast.elastic.processes.worker_processes import KillReason, WorkerSlot, WorkerStatus
 from launch_kit import Job, wait_for
 
 WATCHED_S = 5.0
@@ -78,7 +78,7 @@ def test_broken_groups_are_no_failure_while_a_rank_that_was_killed_dies() -> Non
     """On a busy machine that takes seconds: the survivors' errors come first, and would be taken for the cause."""
     lives = SimpleNamespace(poll=lambda: None)
     survivor = WorkerSlot(0, lives, None, -1, WorkerStatus.HOLDS, error="Connection reset by peer")  # type: ignore[arg-type]
-    hung = WorkerSlot(1, lives, None, -1, WorkerStatus.RUNS, killed_at=1000.0)  # type: ignore[arg-type]
+    hung = WorkerSlot(1, lives, None, -1, WorkerStatus.RUNS, killed_for=KillReason.HANGS, killed_at=1000.0)  # type: ignore[arg-type]
     agent: Any = object.__new__(Agent)
     agent._worker_slots, agent._serial, agent._signs = lambda: [survivor, hung], 0, lambda _: {}
     agent._round = SimpleNamespace(wanted=lambda _: False, somebody_ends=lambda _: False, size=1)

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -18,12 +20,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 import forked
 from holdfast.elastic.launch import worker_eviction
 from holdfast.elastic.processes.worker_processes import WorkerSlot, WorkerStatus
+from holdfast.elastic.watchdog import proc_stats
 from holdfast.elastic.worker import interruptible_store
 from holdfast.elastic.worker.agent_channel import AgentChannel
 from launch_kit import Job, wait_for
 
 SLEEPS = "import time; print(flush=True); time.sleep(1000)"
 COMPUTES = "print(flush=True)\nwhile True: pass"
+POLLS = "import time; print(flush=True)\nwhile True: time.sleep(0.01)"
 
 
 class Child(subprocess.Popen[bytes]):
@@ -33,6 +37,7 @@ class Child(subprocess.Popen[bytes]):
         super().__init__([sys.executable, "-c", code], stdout=subprocess.PIPE)
         self.pidfd = os.pidfd_open(self.pid)
         self.killed = False
+        self.computes, self.ran = code == COMPUTES, 0.0
         assert self.stdout is not None
         self.stdout.readline()
 
@@ -41,7 +46,7 @@ class Child(subprocess.Popen[bytes]):
 
 
 @pytest.fixture
-def worker_slot_of() -> Iterator[Callable[[str], WorkerSlot]]:
+def worker_slot_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], WorkerSlot]]:
     made: list[tuple[WorkerSlot, socket.socket]] = []
 
     def make(code: str) -> WorkerSlot:
@@ -52,6 +57,12 @@ def worker_slot_of() -> Iterator[Callable[[str], WorkerSlot]]:
         made.append((worker_slot, theirs))
         return worker_slot
 
+    def times(pid: int) -> tuple[float, float]:
+        """By the clock of the test."""
+        (ran,) = (slot.proc.ran for slot, _ in made if slot.proc.pid == pid)  # type: ignore[attr-defined]
+        return ran, 0.0
+
+    monkeypatch.setattr(proc_stats, "main_thread_times", times)
     yield make
     for worker_slot, theirs in made:
         os.kill(worker_slot.proc.pid, signal.SIGKILL)
@@ -64,16 +75,18 @@ def worker_slot_of() -> Iterator[Callable[[str], WorkerSlot]]:
 
 def look(worker_slot: WorkerSlot, first: float, last: float) -> float | None:
     """Looks at it every tenth of a second of that part of its order; when it was killed, in seconds."""
+    proc: Any = worker_slot.proc
     for tenth in range(round(first * 10), round(last * 10)):
+        proc.ran += 0.1 * (proc.computes and proc_stats.state(proc.pid) != "T")
         worker_eviction.enforce_deadlines(worker_slot, worker_slot.since + tenth / 10, store_port=1, exit_grace_s=60.0)
-        if worker_slot.proc.killed:  # type: ignore[attr-defined]
+        if proc.killed:
             return tenth / 10
     return None
 
 
 def make(worker_slot: WorkerSlot, number: int, *, still: bool) -> None:
     os.kill(worker_slot.proc.pid, number)
-    wait_for(lambda: worker_eviction.is_still(worker_slot.proc.pid) is still, "the signal's effect", str)
+    wait_for(lambda: (proc_stats.state(worker_slot.proc.pid) in "ST") is still, "the signal's effect", str)
 
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
@@ -132,6 +145,30 @@ def test_who_was_killed_for_standing_still_is_told_from_who_died(worker_slot_of:
     worker_slot.proc.returncode = -signal.SIGKILL
     assert worker_eviction.was_evicted(worker_slot)
     worker_slot.proc.returncode = None
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "still"), [(POLLS, 0, True), (COMPUTES, 0, False), (POLLS, signal.SIGSTOP, False)]
+)
+def test_who_hardly_runs_between_short_sleeps_stands_still_whatever_one_look_shows(
+    code: str, number: int, still: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's `FileStore` looks a hundred times a second. Who never runs although it is ready, here a stopped one, is starved."""
+    with Child(code) as child:
+        try:
+            os.kill(child.pid, number)
+            slot = WorkerSlot(0, child, None, -1)  # type: ignore[arg-type]
+            monkeypatch.setattr(proc_stats, "state", lambda _: "R")
+            found = []
+            worker_eviction.stood_still(slot, 0.0)
+            for _ in range(10):
+                began = time.monotonic()
+                time.sleep(0.1)
+                found.append(worker_eviction.stood_still(slot, time.monotonic() - began))
+            assert any(found[1:]) is still  # of a process that has just been stopped the first time may be spent
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+            os.close(child.pidfd)
 
 
 @pytest.mark.slow

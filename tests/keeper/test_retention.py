@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.base.errors import CorruptError, Fenced, InUse, UsageError
+from holdfast.base.errors import CorruptError, Fenced, InUse, StorageError, UsageError
 from holdfast.base.events import Events
 from holdfast.core.model import Topology, Version
 from holdfast.keeper.rpc.messages import Assembly
 from holdfast.keeper.storage.retention import RetentionRunner, make_room
+from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
@@ -247,3 +248,25 @@ def test_what_somebody_removed_meanwhile_keeps_no_place_of_the_last_good_ones(
             (root / str(Version(1, removed)) / "manifest.json").unlink()
         retirement.after(store, Version(1, step), assembly, None)
     assert store.versions() == [Version(1, step) for step in kept]
+
+
+def test_nothing_is_removed_before_what_has_to_stay_survives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another keeper may have been killed between the commit of the version before and the synchronisation of its directory."""
+    store = new_store(tmp_path / "root")
+    for step in range(1, 5):
+        save(store, Version(1, step))
+    assembly = Assembly(1, store.where, store.job_id(), Topology(("n",), (0,)), ())
+
+    def refused(_: LocalBackend, directory: str) -> None:
+        raise StorageError("the disk failed", where=directory)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalBackend, "settle", refused)
+        with pytest.raises(StorageError, match="the disk failed") as raised:
+            RetentionRunner(Events()).after(store, Version(1, 4), assembly, None)
+    assert raised.value.where == str(Version(1, 3))
+    assert store.versions() == [Version(1, step) for step in range(1, 5)]
+    RetentionRunner(Events()).after(store, Version(1, 4), assembly, None)
+    assert store.versions() == [Version(1, 3), Version(1, 4)]

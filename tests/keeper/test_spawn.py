@@ -24,6 +24,7 @@ import pytest
 
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, InUse, KeeperError, KeeperLost, KeeperNotStarted
+from holdfast.core.model import Version
 from holdfast.keeper.rpc import messages, spawn
 from holdfast.keeper.rpc.caller import dial
 from holdfast.keeper.rpc.client import KeeperClient
@@ -504,6 +505,17 @@ def test_another_protocol_is_refused_with_the_remedy(make_rig: MakeRig, monkeypa
     assert f"it speaks protocol {messages.PROTOCOL}, this process 99" in caught.value.what
     assert "one version of holdfast" in caught.value.remedy
     assert f"kill {pid}" in caught.value.remedy
+
+
+def test_a_field_that_is_not_known_is_passed_over_and_a_message_is_refused() -> None:
+    """Under one number of the protocol; the specification names the number."""
+    text = Path(messages.__file__).parents[4].joinpath("docs", "spec", "keeper.md").read_text(encoding="utf-8")
+    assert f"protocol = {messages.PROTOCOL}," in text
+    said = msgspec.msgpack.decode(messages.encode(messages.Persist(version=Version(1, 2))))
+    body = msgspec.msgpack.encode({**said, "later": [1]})
+    assert messages.decode(body) == messages.Persist(version=Version(1, 2))
+    with pytest.raises(KeeperError, match="not a message of this protocol"):
+        messages.decode(msgspec.msgpack.encode({**said, "is": "of-a-later-release"}))
 
 
 def test_a_greeting_of_another_protocol_need_not_look_like_ours(make_rig: MakeRig) -> None:

@@ -274,6 +274,30 @@ def test_what_cannot_be_made_durable_is_not_called_so(tmp_path: Path, monkeypatc
         assert noticed, call
 
 
+def test_the_record_of_an_incarnation_that_is_found_is_made_durable_before_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the versions of the incarnation would be of no line that a restart knows."""
+    place = tmp_path / "root"
+    with monkeypatch.context() as patched:
+        link = files.link
+
+        def linked(there: int, temporary: str, target: int, leaf: str, **more: Any) -> bool:
+            made = link(there, temporary, target, leaf, **more)
+            if leaf == "000001.resumed.json":
+                raise KeyboardInterrupt
+            return made
+
+        patched.setattr(files, "link", linked)
+        with pytest.raises(KeyboardInterrupt):
+            new_store(place).incarnations.enlist(1, None)
+    store, synced = open_storage(place, Events()), list[str]()
+    monkeypatch.setattr(files, "sync", lambda *fds: synced.extend(os.readlink(f"/proc/self/fd/{fd}") for fd in fds))
+    for _ in range(2):
+        assert store.incarnations.enlist(1, None) == 1
+        assert synced == [str(place / "incarnations"), str(place)], "once"
+
+
 @pytest.mark.root
 def test_a_power_cut_does_not_take_what_was_found_committed_and_called_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

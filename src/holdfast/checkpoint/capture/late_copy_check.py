@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,18 +247,26 @@ class LateCopyChecker:
             self._key, self._parts = key, _Parts(late, structure.pieces, tensors)
         return self._parts.look(turn) if self._parts is not None and self._parts.indices else None
 
-    def on_devices(self, split: Split, plan: Plan, late: Copies) -> DeviceCheck:
-        """Chooses what is looked at of late parts on devices; the caller sees to it that it is read.
+    def on_devices(
+        self, split: Split, plan: Plan, now: Copies, late: Copies, seen: Callable[[], tuple[set[str], set[str]]]
+    ) -> DeviceCheck:
+        """Chooses what is looked at of parts on devices; the caller sees to it that it is read.
 
         Args:
             split: another object whenever other parts are copied late, or the memory of their tensors changes.
             plan: where they lie in a slot.
-            late: them.
+            now: what the current streams wait for, and others do not.
+            late: what they wait for at the fence.
+            seen: tells which names of the former are looked at as well, and which of these in every save.
         """
         if self._of is None or self._of[0] is not split or self._of[1] is not plan:
-            parts = [plan.parts[index] for index in late.device_parts]
+            names, always = seen() if now.device_parts else (set(), set())
+            first = [place for place, index in enumerate(now.device_parts) if plan.parts[index].name in names]
+            sources = [*(now.device_sources[place] for place in first), *late.device_sources]
+            parts = [plan.parts[index] for index in (*(now.device_parts[place] for place in first), *late.device_parts)]
             self._names = [part.name for part in parts]
-            copied = as_copied(late.device_targets, late.device_sources)
-            self._on_devices = DeviceSpots(late.device_sources, [part.start for part in parts], copied)
+            copied = [len(first) + place for place in as_copied(late.device_targets, late.device_sources)]
+            written = [number for number, _ in enumerate(first) if self._names[number] in always]
+            self._on_devices = DeviceSpots(sources, [part.start for part in parts], copied, written)
             self._of = split, plan
         return DeviceCheck(self._names, self._on_devices.next())

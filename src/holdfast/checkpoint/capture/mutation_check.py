@@ -70,6 +70,11 @@ class MutationHistory:
         """Names that are copied at once now and compared at the fence."""
         return {name for name in self._candidates(tensors) if self._proofs.get(name, 0) < NUM_PROOFS}
 
+    def seen(self, tensors: Mapping[str, LiveTensor]) -> tuple[set[str], set[str]]:
+        """Returns the names of what an optimizer's step alone should write, and which of them something else was seen to write."""
+        names = {name for name, live in tensors.items() if live.late and _is_plain(live.local)}
+        return names, names & self._refused
+
     def judge(self, unchanged: Iterable[str], changed: Iterable[str]) -> None:
         """Judge by what the fence saw: bytes equal, or different, since the call."""
         for name in unchanged:
@@ -133,6 +138,12 @@ def can_digest(tensor: torch.Tensor) -> bool:
 def _has_bits(tensor: torch.Tensor) -> bool:
     """Return whether its bytes are its value, so that they can be compared."""
     return not (tensor.is_conj() or tensor.is_neg())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether its elements lie where its strides say, as they are."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_strided and type(tensor) in {torch.Tensor, torch.nn.Parameter} and _has_bits(tensor)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -218,8 +218,6 @@ class SideStreams:
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         blocks: dict[torch.device, BlockCopies] | None = None,
-        *,
-        spots: Pairs = (),
     ) -> DeviceCopy:
         """Queues the copies behind everything that the current streams hold now. Into memory that no driver knows they are
         made before it returns (`checkpoint.capture.bounce_buffers`).
@@ -228,21 +226,19 @@ class SideStreams:
             targets: in host memory, in a slot.
             sources: on devices, of the same shapes.
             blocks: what was planned for these very targets before, by device; kept here. None: each goes alone.
-            spots: copied with those of their device; of `look`.
 
         Raises:
             LevelNotReached: those, and a device hangs or failed, or the job broke off. Or this thread queues already: it
                 was interrupted, and memory of the device is half filled.
         """
         # What is filled, on the device and in pinned memory, is one thread's until it is sent.
-        return self._turns.run(partial(self._queue, targets, sources, blocks, spots))
+        return self._turns.run(partial(self._queue, targets, sources, blocks))
 
     def _queue(
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         blocks: dict[torch.device, BlockCopies] | None,
-        spots: Pairs,
     ) -> DeviceCopy:
         devices = list(map(_device, sources))
         by_device = {device: [i for i, other in enumerate(devices) if other == device] for device in set(devices)}
@@ -262,7 +258,7 @@ class SideStreams:
                             blocks[device] = BlockCopies(targets, partial(self._memory, device))
                         blocks[device].queue(sources)
                         todo = blocks[device].others
-                    pairs = [(targets[i], sources[i]) for i in todo] + [p for p in spots if p[1].device == device]
+                    pairs = [(targets[i], sources[i]) for i in todo]
                     left = self._left(device, pairs) if is_queued else pairs
                     self._bounce(device).copy(stream, [copy_plan.as_in_memory(to, of) for to, of in left])
                     writing.ended = ended = interface.record(stream)

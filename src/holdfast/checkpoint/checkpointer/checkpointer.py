@@ -510,6 +510,7 @@ class Checkpointer:
         If no step was made since a restore from memory, what was restored is made durable; if one was made and none was reported,
         the log says at level ERROR that storage has not what was restored, and the keeper stays.
         If another rank closes behind an earlier step, the newest version that all ranks have is made durable, and the log says so.
+        If this rank gives up the last save, the whole version before it is made durable, and the error names it.
 
         Copies to further places (`also_to`) are waited for until `close_timeout_s` is over (10 s after a SIGTERM or a stop file),
         and the log says how far they are.
@@ -991,7 +992,11 @@ class Checkpointer:
         return changed or next((f"rank {rank}: {why}" for rank, why in told if why), "")
 
     def _wait_for(self, run: Run, last: SaveHandle) -> SaveHandle:
-        """Wait until a version is durable: the last one, or the next older one that is whole where another rank abandoned it."""
+        """Wait until a version is durable: the last one, or the next older one that is whole where another rank abandoned it.
+
+        Raises:
+            LevelNotReached: it is not. Where this rank gave it up, the next older one that is whole is durable all the same.
+        """
         deadline = time.monotonic() + self._config.close_timeout_s
         while True:
             client = run.link.last_client
@@ -1006,6 +1011,12 @@ class Checkpointer:
                     return last
                 known = run.link.client.announced.known(last.version) if run.link.client is not None else None
                 run.lower.stays_away(run)
+                if last.given_up and (whole := run.whole) is not None and run.saver.memory is not None:
+                    older = self._wait_for(run, self._raise_level(run, whole, Level.DURABLE))
+                    what = f"{error.what}; what is durable is {older.version}"
+                    raise LevelNotReached(
+                        what, where=error.where, remedy="start again: it goes on from there"
+                    ) from error
                 if last.given_up or known is None or not known.abandoned:
                     raise
                 last.give_up(error.what)

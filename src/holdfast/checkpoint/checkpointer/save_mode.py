@@ -26,6 +26,7 @@ from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
 from holdfast.checkpoint.save.storage_saver import DirectSaver
 from holdfast.checkpoint.state.training_state import State
 from holdfast.keeper.rpc.client import Inventory
+from holdfast.keeper.rpc.paths import RuntimePaths, place_of
 from holdfast.tiers.storage.version_store import Storage
 
 # What all of them can do is what a checkpointer asks of each; `memory` is the one that saves to memory, or None.
@@ -49,8 +50,7 @@ def reserved(
     """
     before = saver.memory if saver is not None else None
     group, reason = job.group, job.no_keeper
-    if not reason and (cut_off := _cut_off(job, link)):
-        error = KeeperError(cut_off, remedy="give every node --listen ADDRESS --secret-file FILE (docs/security.md)")
+    if not reason and (error := _namesakes(job, place_of(job.assembly.root, config)) or _cut_off(job, link)):
         if config.require_memory:
             raise error
         reason = str(error)
@@ -71,14 +71,28 @@ def reserved(
     return DirectSaver(state, link, job, storage, reason=reason, config=config, events=events).begin_together()
 
 
-def _cut_off(job: Job, link: KeeperLink) -> str:
+def _namesakes(job: Job, place: RuntimePaths) -> KeeperError | None:
+    """Return why no version in memory would ever be whole: a node has several keepers, as machines of one name. Collective."""
+    rows = collectives.gather_json(job.group, place.identity())
+    for node, label in enumerate(job.topology.nodes):
+        firsts = {rows[rank]: rank for rank in reversed(job.topology.ranks_on(node)) if rows[rank]}
+        if len(firsts) > 1:
+            first, second, *_ = sorted(firsts.values())
+            return KeeperError(
+                f"ranks {first} and {second} have different keepers, and both call their node {label}",
+                remedy="give every machine or launcher a --node-label, and the ranks of one a common runtime directory",
+            )
+    return None
+
+
+def _cut_off(job: Job, link: KeeperLink) -> KeeperError | None:
     """Return why no version in memory would ever be whole: rank 0's keeper cannot reach one that runs. Collective.
 
-    Empty if it reaches all. One that may only be slow counts as reached where anything is in memory: it is waited for.
+    None if it reaches all. One that may only be slow counts as reached where anything is in memory: it is waited for.
     """
     nodes, group = job.topology.nodes, job.group
     if len(nodes) == 1:
-        return ""
+        return None
 
     def ask() -> bytes:
         client = link.require()
@@ -91,10 +105,13 @@ def _cut_off(job: Job, link: KeeperLink) -> str:
     silent = dict(json.loads(collectives.share(group, ask)))
     runs = job.topology.node_of[group.rank] not in silent or (link.client is not None and link.client.alive)
     if not silent or not collectives.unanimous(group, runs):
-        return ""
+        return None
     node, error = min(silent.items())
     more = f", nor {len(silent) - 1} others" if len(silent) > 1 else ""
-    return f"the keeper of {nodes[job.topology.node_of[0]]} cannot reach that of {nodes[node]}{more}: {error}"
+    return KeeperError(
+        f"the keeper of {nodes[job.topology.node_of[0]]} cannot reach that of {nodes[node]}{more}: {error}",
+        remedy="give every node --listen ADDRESS --secret-file FILE (docs/security.md)",
+    )
 
 
 def _reserve(saver: Saver, *, wait: bool) -> None:

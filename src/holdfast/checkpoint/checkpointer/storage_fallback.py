@@ -49,6 +49,7 @@ CLOSING_EVERY_S = 0.05
 STORED_EVERY_S = 1.0
 # Saves of which any may still become captured.
 RECENT = 8
+LATE = "some rank has not made it yet; if it still comes, the newest step that all have saved becomes durable"
 
 
 class StoreBoard:
@@ -215,7 +216,7 @@ class StorageFallback:
             self.passed = f"some rank saves no step after {told}" if int(told) >= 0 else "some rank saves no step"
         elif not patient:
             self._passed_at = None
-            self.passed = self.passed or "some rank has not made it"
+            self.passed = self.passed or LATE
         else:
             return False
         return True

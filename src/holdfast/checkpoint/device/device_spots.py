@@ -4,10 +4,12 @@ A device runs behind its host, so nobody can read such elements at the call. The
 the call is queued too, into a small piece of the device's memory, and from there to the slot with the rest. When all is there, the
 tensors in the slot must have the same bytes at the same places.
 
-Of each tensor this is one run of neighbours in memory: the last ones, the first ones, or some in between, from save to save. Of few
-tensors it is all three. Every tensor takes the host up to a microsecond, so of many a quarter is looked at in a save, MOST_TENSORS
-at most, and others in the next. Those that a device copies last are looked at in every save, for whoever writes all tensors too early tears
-these: the last ones of all, and the last ones behind the blocks (`checkpoint.capture.block_copies`). The views are made once and kept, for making them takes longer than all else.
+Looked at is what an optimizer owns: what is copied late, and what the current streams wait for, for a stream that waits for nothing
+may write it meanwhile. Of each tensor this is one run of neighbours in memory: the last ones, the first ones, or some in between, from
+save to save. Of few tensors it is all three. Every tensor takes the host up to a microsecond, so of many a quarter is looked at in a
+save, MOST_TENSORS at most, and others in the next. Those that a device copies last are looked at in every save, all three runs, for
+whoever writes all tensors too early tears these: the last ones of all, and the last ones behind the blocks
+(`checkpoint.capture.block_copies`). The views are made once and kept, for making them takes longer than all else.
 
 Used by `checkpoint.capture.late_copy_check` and `checkpoint.capture.side_stream_copy`.
 """
@@ -33,6 +35,8 @@ ROOM_BYTES = RUN_BYTES * MOST_TENSORS
 KINDS, FEW_RUNS = 3, 64
 # The last tensors that a device copies, which every save looks at.
 LAST_TENSORS = 12
+# And of those that somebody writes beside a copy.
+MOST_WRITTEN = 64
 # So many turns, but no more runs than this in all, or one of each tensor.
 MOST_TURNS, KEPT_RUNS = 12, 4096
 # Fractions of 2**32 that are far from each other for consecutive numbers (R. Knuth, TAOCP 3, 6.4: Fibonacci hashing).
@@ -109,15 +113,23 @@ class DeviceSpots:
         tensors: on devices. Their bits are their values.
         starts: the first byte of each in a slot, where it lies in order.
         copied: their numbers as they are copied in blocks; a device without memory for blocks copies them one after the other.
+        written: the numbers of those that somebody writes beside a copy: they are looked at in every save, MOST_WRITTEN at most.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], starts: Sequence[int], copied: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        copied: Sequence[int] = (),
+        written: Sequence[int] = (),
+    ) -> None:
         self._tensors, self._starts = tuple(tensors), tuple(starts)
         count = len(self._tensors)
         self._num_turns = min(MOST_TURNS, max(1, KEPT_RUNS // max(1, count)))
         self._kinds = KINDS if count * KINDS <= FEW_RUNS else 1
-        self._last = self._last_of(range(count)) | self._last_of(copied)
-        most = MOST_TENSORS - len(self._last)
+        last = self._last_of(range(count)) | self._last_of(copied)
+        self._always = last.union(written[:MOST_WRITTEN])
+        most = max(FEWEST_TENSORS, MOST_TENSORS - KINDS * len(self._always))
         self._num_groups = max(1, -(-count // min(most, max(FEWEST_TENSORS, count // 4))))
         self._made: dict[int, Turn] = {}
         self._next = itertools.count()
@@ -134,11 +146,14 @@ class DeviceSpots:
         number = next(self._next) % (self._num_groups * self._num_turns)
         if number not in self._made:
             turn, group = divmod(number, self._num_groups)
-            chosen = sorted(self._last.union(range(group, len(self._tensors), self._num_groups)))
+            chosen = sorted(self._always.union(range(group, len(self._tensors), self._num_groups)))
             with torch.no_grad():
-                runs = [self._run(each, each + turn + k, turn) for each in chosen for k in range(self._kinds)]
+                runs = [self._run(each, each + turn + k, turn) for each in chosen for k in range(self._kinds_of(each))]
             self._made[number] = Turn.of(runs)
         return self._made[number]
+
+    def _kinds_of(self, number: int) -> int:
+        return KINDS if number in self._always else self._kinds
 
     def _run(self, number: int, kind: int, turn: int) -> _Run:
         tensor = self._tensors[number]

@@ -593,7 +593,7 @@ class Saver:
         pledged = [LatePiece(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
         names = [parts[i].name for i in late.device_parts]
         counts = WriteCounts(names, list(late.device_sources), self._trust)
-        check, spots = self._spots_of(taken, view, late)
+        check, spots = self._spots_of(taken, view, now, late) if watch else (None, ())
         device = self._queue(now, late, spots) if now.device_targets or late.device_targets else None
         copy_plan.copy_at_once(now, self._num_threads)
         watched = [ImmediatePiece(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
@@ -636,11 +636,18 @@ class Saver:
         most = copy_plan.PACED_BATCH_BYTES if self.fence.pace else copy_plan.BATCH_BYTES
         return late.batches(most)
 
-    def _spots_of(self, taken: _Taken, view: SlotView, late: Copies) -> tuple[DeviceCheck | None, Pairs | None]:
-        """Queues a look at late parts on devices: how they are compared later, and copies for that, None if nobody can look."""
-        if not late.device_targets or not self._streams.is_late(late.device_targets[0]):
+    def _spots_of(
+        self, taken: _Taken, view: SlotView, now: Copies, late: Copies
+    ) -> tuple[DeviceCheck | None, Pairs | None]:
+        """Queues a look at parts on devices: how they are compared later, and copies for that, None if nobody can look."""
+        targets = late.device_targets or now.device_targets
+        if not targets or not self._streams.is_late(targets[0]):
             return None, ()  # what no driver registers is copied in the call
-        check = self._checks.on_devices(taken.split, view.plan, late)
+        check = self._checks.on_devices(
+            taken.split, view.plan, now, late, lambda: self._trust.seen(taken.gathered.tensors)
+        )
+        if not check.spots.num_bytes:
+            return None, ()
         place = view.behind_images(check.spots.num_bytes)
         pairs = self._streams.look(check.spots, place) if place is not None else None
         return (check, pairs) if pairs is not None else (None, None)
@@ -652,11 +659,11 @@ class Saver:
         """
         first = self._streams.queue(now.device_targets, now.device_sources, now.blocks)
         first.hold_current_streams()
+        first += self._streams.queue([to for to, _ in spots or ()], [of for _, of in spots or ()])
         pace = self.fence.pace
         if pace is not None and pace.has_waits and self._config.overlap and spots is not None:
-            seen = self._streams.queue([to for to, _ in spots], [of for _, of in spots])
-            return self._paced(first + seen, late, pace)
-        both = first + self._streams.queue(late.device_targets, late.device_sources, late.blocks, spots=spots or ())
+            return self._paced(first, late, pace)
+        both = first + self._streams.queue(late.device_targets, late.device_sources, late.blocks)
         if spots is None:
             both.hold_current_streams()
         if self._config.overlap:

@@ -98,6 +98,6 @@ def _needed(storage: Storage, versions: Sequence[Version]) -> list[Version]:
         verdict = examine(storage, version)
         if verdict.state not in {"damaged", NOT_PROVED}:
             needed.append(version)
-        if verdict.state == "good":
+        if verdict.state == "good" and storage.is_durable(version):
             return needed
     return needed or list(versions[-1:])

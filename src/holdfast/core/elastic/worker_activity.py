@@ -28,26 +28,34 @@ class Activity:
         moved_s: when anything was seen last.
         transferred_s: when bytes or memory moved last.
         main_s, threads_s: when its main thread, or all its threads, were seen to compute last; long ago, if never.
+        helpers_s: the same of its other threads and its descendants. A main thread that wakes often to look whether they are
+            ready does not compute.
     """
 
     def __init__(self, now_s: float) -> None:
         self.moved_s = self.transferred_s = now_s
-        self.main_s = self.threads_s = -math.inf
+        self.main_s = self.threads_s = self.helpers_s = -math.inf
         self._from: WorkerSample | None = None  # of what computes and wakes
         self._from_s = now_s
         self._bytes: WorkerSample | None = (
             None  # of what moves bytes, which may come slowly beside quick signs of the other kind
         )
         self._bytes_s = now_s
+        self._helpers: WorkerSample | None = None  # the same of those that compute slowly
+        self._helpers_at_s = now_s
 
     def take(self, sight: WorkerSample, now_s: float) -> None:
         """Compares with an earlier look. A sight without anything of the kernel is no look."""
         if not sight.busy_s and not sight.wakes:
             return
-        if self._from is None or self._bytes is None:
-            self._from = self._bytes = sight
-            self._from_s = self._bytes_s = now_s
+        if self._from is None or self._bytes is None or self._helpers is None:
+            self._from = self._bytes = self._helpers = sight
+            self._from_s = self._bytes_s = self._helpers_at_s = now_s
             return
+        if helped := _helped(self._helpers, sight, now_s - self._helpers_at_s):
+            self.helpers_s = now_s
+        if helped or now_s - self._helpers_at_s >= WINDOW_S:
+            self._helpers, self._helpers_at_s = sight, now_s
         if (
             transferred := _transferred(self._bytes, sight, now_s - self._bytes_s)
         ) or now_s - self._bytes_s >= WINDOW_S:
@@ -65,23 +73,34 @@ class Activity:
         self.transferred_s += seconds
         self.main_s += seconds
         self.threads_s += seconds
+        self.helpers_s += seconds
+        self._helpers_at_s += seconds
         self._from_s += seconds
         self._bytes_s += seconds
 
     def _computed(self, before: WorkerSample, now: WorkerSample, now_s: float) -> bool:
         """Return whether anything computes, wakes, or is kept from it."""
         elapsed = now_s - self._from_s
-        noise = max(QUIET_S, QUIET_SHARE * elapsed)
+        noise = _noise_s(elapsed)
         if main := now.busy_s - before.busy_s > noise:
             self.main_s = now_s
         if threads := now.spent_s - before.spent_s > noise:
             self.threads_s = now_s
         family = abs(now.family_s - before.family_s) > noise  # it falls when a child ends that nobody awaits
         woke = now.wakes - before.wakes > QUIET_WAKES + QUIET_WAKES_HZ * elapsed
-        if woke:
+        if woke and now_s - self.helpers_s > WINDOW_S:
             self.main_s = now_s
         starved = elapsed >= STARVED_S and now.starved_s - before.starved_s > STARVED_SHARE * elapsed
         return main or threads or family or woke or starved
+
+
+def _noise_s(elapsed: float) -> float:
+    return max(QUIET_S, QUIET_SHARE * elapsed)
+
+
+def _helped(before: WorkerSample, now: WorkerSample, elapsed: float) -> bool:
+    others = (now.spent_s - now.busy_s) - (before.spent_s - before.busy_s)
+    return max(others, now.family_s - before.family_s) > _noise_s(elapsed)
 
 
 def _transferred(before: WorkerSample, now: WorkerSample, elapsed: float) -> bool:

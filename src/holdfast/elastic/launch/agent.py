@@ -47,7 +47,7 @@ from holdfast.elastic.launch.rendezvous_agent import RendezvousAgent
 from holdfast.elastic.launch.worker_eviction import enforce_deadlines, was_evicted
 from holdfast.elastic.processes.forkserver import NotForked, readable
 from holdfast.elastic.processes.process_supply import ProcessSupply
-from holdfast.elastic.processes.worker_processes import Workers, WorkerSlot, WorkerStatus
+from holdfast.elastic.processes.worker_processes import KillReason, Workers, WorkerSlot, WorkerStatus
 from holdfast.elastic.watchdog import proc_stats
 from holdfast.elastic.watchdog.watchdog import Watchdog
 from holdfast.elastic.worker.agent_channel import RunOrder
@@ -106,7 +106,7 @@ class Agent(RendezvousAgent):
     ) -> None:
         super().__init__(spec, config, rules)
         self._supply, self._program, self._num_spares = supply, program, num_spares
-        self._watch, self._rules = watch, rules
+        self._watch = watch
         self._cases = IncidentTracker(rules.limits)
         self._found: dict[int, Verdict] = {}
         self._node = socket.gethostname()
@@ -140,7 +140,8 @@ class Agent(RendezvousAgent):
         store = PrefixStore(f"round/{self._num_rounds}", group.store) if self._is_static else group.store
         self._round = Round(
             store, rank=group.group_rank, size=group.group_world_size, address=group.master_addr,
-            keeper=self._rules.early.address(), ranks=[worker.global_rank for worker in group.workers],
+            keeper=self._rules.early.address(), node=self._rules.node,
+            ranks=[worker.global_rank for worker in group.workers],
         )  # fmt: skip
         self._round.version = self._version
         meeting = self._meeting
@@ -149,6 +150,7 @@ class Agent(RendezvousAgent):
         if meeting is not None:
             meeting.learn()
         self._rules.early.starts(group, self._round.keepers())
+        self._tell_of_namesakes(self._round)
         self._recoveries = self._current.recoveries
         if self._workers is None:
             self._workers = self._pcontext = self._new_workers(worker_group)
@@ -480,9 +482,7 @@ class Agent(RendezvousAgent):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
                     self._found[rank] = verdict
-                    worker_slot = self._workers_of()[mine[rank]]
-                    worker_slot.killed_at = now
-                    worker_slot.proc.send_signal(signal.SIGKILL)
+                    self._workers_of()[mine[rank]].kill(KillReason.HANGS)
             if verdict.kind == "restart_all" or (verdict.ranks in nodes and verdict.kind == "replace_node"):
                 of_many = verdict
         if of_many is None or self._round.wanted(self._current.number + 1):
@@ -516,7 +516,9 @@ class Agent(RendezvousAgent):
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
         if any(
-            worker_slot.killed_at and now - worker_slot.killed_at < DIES_S and worker_slot.proc.poll() is None
+            worker_slot.killed_for is KillReason.HANGS
+            and now - worker_slot.killed_at < DIES_S
+            and worker_slot.proc.poll() is None
             for worker_slot in self._worker_slots()
         ):
             return None  # so is this one: the process that hung was killed, and a busy machine takes its time with it

@@ -32,6 +32,7 @@ class Rules:
 
     Attributes:
         name: of the node; empty: several launchers may share it, and none is asked who it is.
+        node: the same, or the name of the host: what the keeper calls the node.
         guard_s: how long a silent launcher of the same name is waited for.
         early: what tells the keeper that workers start.
         version: which version the job comes back to at first; `NO_WISH`: the newest.
@@ -41,6 +42,7 @@ class Rules:
     grace_s: float
     limits: Limits
     name: str = ""
+    node: str = ""
     guard_s: float = GUARD_S
     early: KeeperHints = field(default_factory=KeeperHints)
     version: str = NO_WISH

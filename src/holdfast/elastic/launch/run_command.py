@@ -276,6 +276,7 @@ def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, ear
         grace_s=settings.close_timeout_s if given is None else given,
         limits=limits_of(args),
         name=settings.node_label,
+        node=settings.node,
         guard_s=args.guard_time,
         early=early,
         version=args.from_version or NO_WISH,

@@ -2,7 +2,7 @@
 
     at once     the order; the worker's own thread interrupts the script and cuts its groups' sockets (`elastic.worker.worker_main`)
     0.5 s       the agent cuts them too, and again every 0.5 s: the worker may hold the interpreter's lock
-    5 s         SIGKILL, if its main thread was asleep or stopped at each of the last ten cuts and it has not left the script
+    5 s         SIGKILL, if its main thread stood still between the last ten cuts and it has not left the script
     60 s        SIGKILL, whatever it does
 
 The third line is for a gap in gloo (as of torch 2.13): a pair whose connection ends tells the operations that wait for their
@@ -22,15 +22,16 @@ from __future__ import annotations
 import logging
 import signal
 
-from holdfast.elastic.processes.worker_processes import WorkerSlot, WorkerStatus
+from holdfast.elastic.processes.worker_processes import KillReason, WorkerSlot, WorkerStatus
 from holdfast.elastic.watchdog import proc_stats, worker_interrupt
 
 logger = logging.getLogger(__name__)
 
 CUT_S = 0.5
 # A main thread that computes, or wants to and gets no processor, is not still; one that merely sleeps hears the signal
-# that the worker sends itself ten times a second.
+# that the worker sends itself ten times a second. Torch's `FileStore` sleeps a hundred times a second and looks in between.
 STILL_CUTS = 10
+RUNS_SHARE, WANTS_SHARE = 0.1, 0.5
 # In the log, behind the process.
 STANDS, STOPPED = "stands in a wait that nothing ends, not even cut connections", "is stopped in a run that is over"
 KILL_S = 60.0  # a starved machine may need some tens of seconds for what takes one otherwise
@@ -46,21 +47,18 @@ def enforce_deadlines(worker_slot: WorkerSlot, now: float, *, store_port: int, e
         store_port: connections to it are the rendezvous store's, and are left alone.
         exit_grace_s: how long a worker that told of its error may take to end.
     """
-    if worker_slot.status is WorkerStatus.ENDS and now - worker_slot.since > exit_grace_s and not worker_slot.cut_short:
+    overdue = worker_slot.status is WorkerStatus.ENDS and now - worker_slot.since > exit_grace_s
+    if overdue and worker_slot.killed_for is not KillReason.OVERDUE:
         worker_slot.cut_off()
-    if worker_slot.status is not WorkerStatus.LEAVES:
-        return
+    if worker_slot.status is not WorkerStatus.LEAVES or worker_slot.killed_for in (KillReason.STANDS, KillReason.LATE):
+        return  # the end of one that was killed may take a while, in which it does not look still
     if now - worker_slot.since > (KILL_S if worker_slot.began else START_S):
         logger.error("process %d did not begin its order within %.0f s", worker_slot.proc.pid, now - worker_slot.since)
-        worker_slot.proc.send_signal(signal.SIGKILL)
-    elif worker_slot.evicted:
-        return  # its end may take a while, in which it does not look still
+        worker_slot.kill(KillReason.LATE)
     elif worker_slot.began and not worker_slot.left and now - max(worker_slot.since, worker_slot.cut_at) >= CUT_S:
-        worker_slot.num_still = (
-            worker_slot.num_still + 1
-            if worker_slot.cut_at > worker_slot.since and is_still(worker_slot.proc.pid)
-            else 0
-        )
+        is_later = worker_slot.cut_at > worker_slot.since
+        still = stood_still(worker_slot, now - worker_slot.cut_at)
+        worker_slot.num_still = worker_slot.num_still + 1 if is_later and still else 0
         worker_slot.cut_at = now
         worker_interrupt.cut(worker_slot.proc.pid, worker_slot.proc.pidfd, spared_ports=(store_port,))
         if worker_slot.num_still == STILL_CUTS:
@@ -69,15 +67,29 @@ def enforce_deadlines(worker_slot: WorkerSlot, now: float, *, store_port: int, e
                 "process %d %s: it is killed, and a fork takes the order of local rank %d, which counts as no failure",
                 worker_slot.proc.pid, STOPPED if stopped else STANDS, worker_slot.local_rank,
             )  # fmt: skip
-            worker_slot.evicted = True
-            worker_slot.proc.send_signal(signal.SIGKILL)
+            worker_slot.kill(KillReason.STANDS)
 
 
 def was_evicted(worker_slot: WorkerSlot) -> bool:
     """Tell whether a worker that is dead was killed for standing in a wait that nothing ends."""
-    return worker_slot.evicted and worker_slot.code == -signal.SIGKILL
+    return worker_slot.killed_for is KillReason.STANDS and worker_slot.code == -signal.SIGKILL
 
 
-def is_still(pid: int) -> bool:
-    """Return whether the process's main thread sleeps or is stopped."""
-    return proc_stats.state(pid) in ("S", "T")
+def stood_still(worker_slot: WorkerSlot, elapsed: float) -> bool:
+    """Return whether the main thread stood still since the last cut: it slept, was stopped, or hardly ran between short
+    sleeps. Notes its times for the next cut.
+
+    Args:
+        worker_slot: of a worker that has an order and has not left its run.
+        elapsed: seconds since then.
+    """
+    pid, before = worker_slot.proc.pid, worker_slot.cut_times
+    try:
+        worker_slot.cut_times = proc_stats.main_thread_times(pid)
+    except (OSError, ValueError):
+        pass  # the kernel does not tell: its state is all that is known
+    ran, waited = (now - then for now, then in zip(worker_slot.cut_times, before, strict=True))
+    state = proc_stats.state(pid)
+    if state not in ("S", "T") and not (state == "R" and ran > 0):  # who is ready and never ran is starved
+        return False
+    return ran <= RUNS_SHARE * elapsed and ran + waited <= WANTS_SHARE * elapsed

@@ -49,6 +49,15 @@ class WorkerStatus(enum.Enum):
     UNFIT = "cannot run the script again and ends"
 
 
+class KillReason(enum.Enum):
+    """Says why the launcher killed a worker."""
+
+    HANGS = "the watchdog condemned it"
+    STANDS = "it stood in a run that is over"
+    LATE = "it did not begin its order in time"
+    OVERDUE = "it had its time to end after an error of its own"
+
+
 @dataclass(slots=True)
 class WorkerSlot:
     """One local rank and the process that has it now.
@@ -60,13 +69,12 @@ class WorkerSlot:
         error: what it said when it met a broken group.
         silent: its line has ended.
         began: it has run the script at least once.
-        evicted: it was killed for standing in a run that is over.
         cut_at: when its sockets were last cut from outside, monotonic.
-        num_still: at how many such cuts in a row its main thread was asleep or stopped.
+        cut_times: for how long its main thread had run by then, and waited for a processor.
+        num_still: at how many such cuts in a row its main thread stood still.
         announced_code: the exit code that it said it would end with, after an error of its own.
-        cut_short: it had its time to end after that, and was killed.
         again: it runs the script for the second time or more.
-        killed_at: when it was killed as one that hangs, monotonic; 0 if it was not.
+        killed_for: why it was killed from here; None if it was not. `killed_at`: when that was, monotonic.
         left: it has left the script of a run that is over, and clears up behind it.
         departs: it has finished the script, and its process ends without waiting for the others.
         last_words: messages that nobody had heard when its line was closed.
@@ -82,12 +90,12 @@ class WorkerSlot:
     error: str = ""
     silent: bool = False
     cut_at: float = 0.0
+    cut_times: tuple[float, float] = (0.0, 0.0)
     num_still: int = 0
-    evicted: bool = False
     began: bool = False
     announced_code: int = 0
-    cut_short: bool = False
     again: bool = False
+    killed_for: KillReason | None = None
     killed_at: float = 0.0
     left: bool = False
     departs: bool = False
@@ -97,12 +105,18 @@ class WorkerSlot:
     def code(self) -> int:
         """The exit code (negative: the signal) of a process that ended; what it told, if it was killed after that."""
         code = self.proc.returncode or 0
-        return self.announced_code if self.cut_short and self.announced_code and code == -signal.SIGKILL else code
+        is_cut_short = self.killed_for is KillReason.OVERDUE and code == -signal.SIGKILL
+        return self.announced_code if self.announced_code and is_cut_short else code
 
     def set_status(self, status: WorkerStatus) -> None:
         """Records what the worker does from this moment on."""
         self.status, self.since = status, time.monotonic()
         self.began = self.began or status is WorkerStatus.RUNS
+
+    def kill(self, reason: KillReason) -> None:
+        """Kills the worker; what it started goes with it when its end is seen."""
+        self.killed_for, self.killed_at = reason, time.monotonic()
+        self.proc.send_signal(signal.SIGKILL)
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Signals the worker and all it started; torch calls this."""
@@ -131,7 +145,7 @@ class WorkerSlot:
             "process %d was told to end after its error and still runs exit handlers or threads: it is killed (--exit-grace)",
             self.proc.pid,
         )
-        self.cut_short = True
+        self.kill(KillReason.OVERDUE)
         self.close(signal.SIGKILL)
 
     def clean_up(self, *, well: bool = False) -> None:

@@ -95,7 +95,7 @@ class ProcessSampler:
         """
         try:
             state, user, system, _, pages = _stat(pid)
-            run_ns, wait_ns, _ = _read(f"/proc/{pid}/task/{pid}/schedstat").split()
+            busy_s, starved_s = main_thread_times(pid)
             status = dict(
                 line.split(":\t", 1) for line in _read(f"/proc/{pid}/task/{pid}/status").splitlines() if ":\t" in line
             )
@@ -112,10 +112,10 @@ class ProcessSampler:
             call = rare.thread_call
         return ProcessStats(
             state="F" if rare.frozen and state in "SD" else state,
-            busy_s=int(run_ns) / 1e9,
+            busy_s=busy_s,
             spent_s=(user + system) / _TICKS_HZ,
             family_s=rare.family_s,
-            starved_s=int(wait_ns) / 1e9,
+            starved_s=starved_s,
             wakes=int(status.get("voluntary_ctxt_switches", "0")),
             file_bytes=moved + rare.file_bytes,
             socket_bytes=rare.socket_bytes,
@@ -162,6 +162,16 @@ def state(pid: int) -> str:
         return _stat(pid)[0]
     except (OSError, ValueError, IndexError):
         return ""
+
+
+def main_thread_times(pid: int) -> tuple[float, float]:
+    """Return for how many seconds its main thread has run, and waited for a processor.
+
+    Raises:
+        OSError, ValueError: the kernel does not tell.
+    """
+    ran_ns, waited_ns, _ = _read(f"/proc/{pid}/task/{pid}/schedstat").split()
+    return int(ran_ns) / 1e9, int(waited_ns) / 1e9
 
 
 def oom_kills() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
-from holdfast.tiers.memory.processes import take_lock
+from holdfast.tiers.memory.processes import boot_id, take_lock
 from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.wire.frames import unix_path
 
@@ -48,6 +48,14 @@ class RuntimePaths:
     @property
     def socket(self) -> Path:
         return self.directory / "s"
+
+    def identity(self) -> str:
+        """Return what ranks share whose keeper is the same: machine and directory; empty if it is not known."""
+        try:
+            found = os.stat(self.directory)
+            return f"{boot_id().strip()}/{found.st_dev}/{found.st_ino}"
+        except OSError:
+            return ""
 
     @property
     def address(self) -> str:

@@ -4,7 +4,8 @@ done. The latter goes also where storage is full, for then no commit may come.
 Decided by `core.versions.retention`, removed by `tiers.storage.version_store`. Called by whoever committed: the coordinator's keeper, or rank 0
 of a job without keepers. A process may be paused between its decision and any removal, so whether it has a say is asked
 right before each. Which versions are committed is remembered from one commit to the next, for a bucket is asked once for each of them;
-those that a removal rests on are looked at anew before it.
+those that a removal rests on are looked at
+anew before it, and made durable: whoever committed one may have been killed before it was.
 """
 
 from __future__ import annotations
@@ -82,13 +83,13 @@ class RetentionRunner:
             "keep_every": assembly.keep_every,
             "lineage": Lineage(dict(assembly.lineage)).with_(assembly.incarnation, resumed_from),
         }
-        unseen = self._known - {version}  # this one was committed just now
+        sure = {version}  # this one was committed just now
         while True:
             committed, unfinished = storage.look(self._known | {version})
             old = to_retire(committed, **kept, protected=protected)
-            doubted = rests_on(old, committed, **kept) & unseen
-            gone = {one for one in doubted if not storage.is_committed(one)}
-            unseen -= doubted
+            doubted = rests_on(old, committed, **kept) - sure
+            gone = {one for one in doubted if not storage.is_durable(one)}
+            sure |= doubted
             self._known = set(committed) - gone
             if not gone:
                 return old, unfinished

@@ -57,11 +57,20 @@ def machine_id() -> str:
     forks, so that nobody passes for a neighbour who is none.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        boot = boot_id()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return _OWN_MACHINE
     return hashlib.blake2b(f"{socket.gethostname()}\x00{boot}\x00{namespace}".encode(), digest_size=6).hexdigest()
+
+
+def boot_id() -> str:
+    """Return what all processes of this machine share until its next start, whatever their namespaces.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text()
 
 
 def _stat(pid: int) -> list[bytes]:

@@ -19,7 +19,7 @@ import msgspec
 
 from holdfast.base.errors import CorruptError, Fenced, ForeignDirectory, NewerFormat, StorageError, VersionNotFound
 from holdfast.core.model import Version
-from holdfast.tiers.backends.interface import TEMPORARY, Backend
+from holdfast.tiers.backends.interface import TEMPORARY, Backend, Settling
 from holdfast.tiers.format.strict_json import MAX_RECORD_BYTES, Record, decode_record, encode_record
 from holdfast.tiers.memory.processes import has_ended, machine_id
 
@@ -136,6 +136,7 @@ class Incarnations:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._settled = 0  # the incarnation for which what is recorded was made durable here
 
     def register(self, *, above: int = 0) -> int:
         """Takes the next free incarnation. From then on everything of a lower one is dead.
@@ -197,6 +198,11 @@ class Incarnations:
         self._record_before(incarnation, before, names)
         if f"{incarnation:06d}.resumed.json" not in names:
             self.record_resumed(incarnation, resumed)
+        if self._settled != incarnation and isinstance(self._backend, Settling):
+            self._backend.settle(
+                INCARNATIONS
+            )  # whoever recorded what was found may have been killed before it was durable
+        self._settled = incarnation
         return incarnation
 
     def _record_before(self, incarnation: int, before: Mapping[int, Version | None], names: Collection[str]) -> None:

@@ -8,7 +8,7 @@ So every key that workers write belongs to one incarnation, and late writes of a
 Agents also leave a beat here every second, and in it whether all their ranks stand in collectives; what it means that one
 is silent, or that all stand, is `agent`'s and core.elastic.failure_detector' business.
 Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `version/<group rank>`,
-`keeper/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `spent/<group rank>`, `over`, `left`.
+`keeper/<group rank>`, `node/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `spent/<group rank>`, `over`, `left`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Round:
         store: of the rendezvous round; every round has its own.
         address: where the agent of group rank 0 can be reached.
         keeper: where this node's keeper can be reached; empty: nowhere.
+        node: what the keeper calls this node.
         ranks: which ranks of the job this agent has.
 
     Attributes:
@@ -84,12 +85,20 @@ class Round:
     """
 
     def __init__(
-        self, store: Store, *, rank: int, size: int, address: str, keeper: str = "", ranks: Sequence[int] = ()
+        self,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        address: str,
+        keeper: str = "",
+        node: str = "",
+        ranks: Sequence[int] = (),
     ) -> None:
         self.version = ""
         self._store = PrefixStore(PREFIX, store)
         self._rank, self.size, self.address = rank, size, address
-        self._keeper, self._ranks = keeper, list(ranks)
+        self._keeper, self._node, self._ranks = keeper, node, list(ranks)
         self._workers_store: TCPStore | None = None
         self._known: Incarnation | None = None
         self._raw = ""
@@ -115,6 +124,7 @@ class Round:
             RoundAbandoned: somebody who met is gone, or did not say a word for long.
         """
         self._store.set(f"keeper/{self._rank}", self._keeper)
+        self._store.set(f"node/{self._rank}", self._node)
         self._store.set(f"ranks/{self._rank}", json.dumps(self._ranks))
         self._store.set(f"version/{self._rank}", self.version)
         self._store.set(f"recoveries/{self._rank}", str(recoveries))
@@ -133,6 +143,10 @@ class Round:
     def keepers(self) -> list[str]:
         """Return where the keepers of all nodes are, once the round is open."""
         return [self._store.get(f"keeper/{rank}").decode() for rank in range(self.size)]
+
+    def namesakes(self) -> int:
+        """Return how many agents have the name of this node, once the round is open."""
+        return sum(self._store.get(f"node/{rank}").decode() == self._node for rank in range(self.size))
 
     def ranks_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the agent of this group rank, once the round is open."""
