@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import multiprocessing
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +15,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
+from holdfast.checkpoint.state import worker_draws
 from holdfast.checkpoint.state.training_state import State
+from kit.checkpointers import Make, Trainee
 from sample_kit import MORE, sampled
 from state_kit import restore, save
 
@@ -247,3 +252,65 @@ def test_an_order_that_is_another_and_an_iterable_are_told(caplog: pytest.LogCap
         with caplog.at_level(logging.WARNING):
             next(second.steps())
         assert said in caplog.text
+
+
+class Lazy(Drawing):
+    """A dataset that makes a generator where it is first asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Any = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.made = self.made or random.Random(3)
+        return super().__getitem__(index) + self.made.random()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(
+    ("of_save", "of_restore", "said"),
+    [
+        ({"num_workers": 2}, {"num_workers": 1}, "begin anew in them: they are 1, and were 2"),
+        ({"num_workers": 2, "dataset": Lazy()}, {"num_workers": 2}, "no version has 'dataset.made', which a worker makes"),
+    ],
+)  # fmt: skip
+def test_workers_that_begin_anew_are_told(
+    of_save: dict[str, Any], of_restore: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Life(lambda: DataLoader(**{"dataset": Drawing(), "batch_size": 3, **of_save}))
+    steps = first.steps()
+    for _ in range(3):
+        next(steps)
+    saved = save(first.state)
+    second = Life(lambda: DataLoader(**{"dataset": Drawing(), "batch_size": 3, **of_restore}))
+    restore(second.state, saved)
+    next(second.steps())
+    assert said in caplog.text
+
+
+def test_workers_that_are_not_forked_or_have_no_order_cannot_say_what_they_draw() -> None:
+    assert worker_draws.why_not(DataLoader(Drawing(), num_workers=1)) == ""
+    assert "not forked" in worker_draws.why_not(DataLoader(Drawing(), num_workers=1, multiprocessing_context="spawn"))
+    assert "no order" in worker_draws.why_not(DataLoader(Drawing(), num_workers=1, in_order=False))
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["made anew", "that stay"])
+def test_workers_end_with_what_goes_over_them_and_wait_for_no_garbage_collector(make: Make, *, stays: bool) -> None:
+    """It would end their queues first, and torch waits five seconds for each worker then."""
+    loader = DataLoader(TensorDataset(ROWS), batch_size=3, num_workers=2, persistent_workers=stays)
+    trainee = Trainee()
+    trainee.loader = loader  # type: ignore[assignment]
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in loader:
+            break
+        workers = [weakref.ref(child) for child in multiprocessing.active_children() if "Process" in child.name]
+        assert bool(workers) is stays
+        checkpointer.close()
+        del loader, trainee.loader, _
+        assert not [worker for ref in workers if (worker := ref()) is not None and worker.is_alive()]
+    finally:
+        gc.enable()
