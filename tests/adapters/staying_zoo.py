@@ -196,6 +196,28 @@ STAYING = {
         data="Cached()",
         item="self.shift = self.drawn(index) if hasattr(self, 'drawn') else 0",
     ),
+    "workers that stay, with a count in shared memory": case(
+        "'another process' has a part of it",
+        pre="counts = torch.zeros(3).share_memory_()",
+        item="counts.add_(1); self.shift = counts[0].item()",
+        workers="1",
+    ),
+    "workers that stay, with a count in shared memory of an attribute": case(
+        "other processes may write to its memory",
+        pre="Noisy.counts = torch.zeros(3).share_memory_()",
+        item="self.counts.add_(1); self.shift = self.counts[0].item()",
+        workers="1",
+    ),
+    "workers that do not stay, with a count in shared memory of an array": Case(
+        "import multiprocessing\ndef shared(): return np.frombuffer(multiprocessing.Array('f', 3).get_obj(), dtype='f')\n"
+        "class Counted(Dataset):\n    count = torch.from_numpy(shared())\n    def __len__(self): return 28\n"
+        "    def __getitem__(self, index):\n        self.count += 1\n"
+        "        return dataset[index][0] * self.count[0].item(), dataset[index][1]\n"
+        "loader = DataLoader(Counted(), batch_size=4, num_workers=1)\n"
+        "for epoch in range(2):\n    for i, (x, y) in enumerate(loader):\n        {step}\n        die(epoch, i)",
+        "other processes may write to its memory",
+        kills=("0,4", "1,3"),
+    ),
     "workers that stay, of a dataset that is told its epoch": case(
         "workers of a DataLoader that stay do not see it", turn="loader.dataset.shift = epoch"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -71,6 +72,14 @@ def test_who_shares_memory_is_found() -> None:
     mine = {"alone": spans["alone"]}
     assert held_arrays.overlapping(mine, [(held_arrays.span(alone), "a name")]) == {"alone": "a name"}
     assert held_arrays.overlapping(mine, [(spans["part"], "part"), (spans["row"], "row")]) == {}
+
+
+def test_memory_that_other_processes_see_is_found() -> None:
+    array = np.frombuffer(multiprocessing.Array("f", 3).get_obj(), dtype="f")
+    shared = (torch.zeros(3).share_memory_()[1:], array, torch.from_numpy(array))
+    assert [held_arrays.is_shared(*held_arrays.span(each)) for each in shared] == [True] * 3
+    alone = (torch.zeros(3), np.zeros(3), torch.zeros(0))
+    assert [held_arrays.is_shared(*held_arrays.span(each)) for each in alone] == [False] * 3
 
 
 @pytest.mark.parametrize("make", [lambda: torch.zeros(3), lambda: np.zeros(3)], ids=["tensor", "array"])

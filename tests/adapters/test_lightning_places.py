@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from holdfast.adapters.lightning.loops import Place
 from holdfast.adapters.lightning.plain_loaders import PlainLoaders, doubts_of
+from holdfast.adapters.lightning.validation_loaders import ValidationLoaders
 
 ROWS = 12
 
@@ -172,3 +173,49 @@ def test_a_version_of_other_loaders_is_told_of(caplog: pytest.LogCaptureFixture)
     assert [
         record.message.startswith("a restart within an epoch begins its data anew") for record in caplog.records
     ] == [True]
+
+
+def test_what_changes_under_a_loader_that_hands_out_its_place_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Such a loader goes on by asking its sampler again, with what the script has given it at its start."""
+    loader = Placed(list(range(ROWS)), batch_size=2)
+    places = counted(loader)
+    places.state_dict()
+    assert not caplog.records
+    loader.batch_sampler.batch_size = 3  # type: ignore[union-attr]
+    places.state_dict()
+    places.state_dict()
+    assert [record.message.partition(" changes")[0] for record in caplog.records] == [
+        "the loader's batch_sampler.batch_size"
+    ]
+
+
+def test_workers_of_a_validation_that_stay_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    for workers, told in ((0, 0), (1, 1)):
+        place: Any = Place.__new__(Place)
+        loader = DataLoader([1, 2], num_workers=workers, persistent_workers=bool(workers))
+        loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
+        place._plain, place._validating = counted(), ValidationLoaders(loop, print)
+        for _ in range(2):
+            place.validation_begins()
+        assert sum("persistent_workers" in record.message for record in caplog.records) == told
+
+
+@pytest.mark.parametrize(("limits", "expected"), [([10], (10, 5, 6)), ([9], (7, 3, 7))], ids=["the same", "another"])
+def test_an_epoch_that_goes_on_is_as_long_as_when_it_began(limits: list[int], expected: tuple[int, ...]) -> None:
+    """Its loader has another size of batches since. A script that sets another limit now means that."""
+
+    def set_up() -> None:
+        place._fit._combined_loader = SimpleNamespace(limits=limits)
+        place._fit.max_batches, place._fit._data_fetcher, trainer.val_check_batch = 7, SimpleNamespace(length=7), 3
+
+    place: Any = Place.__new__(Place)
+    trainer = place._trainer = SimpleNamespace(val_check_interval=0.5)
+    place._fit = SimpleNamespace(_combined_loader=None, _data_fetcher=None, trainer=trainer)
+    place.made = SimpleNamespace(set_up=lambda make: make())
+    place._within, place._lengths = True, {"limits": [10], "max_batches": 10, "length": 6}
+    place.set_up(set_up)
+    found = (place._fit.max_batches, trainer.val_check_batch, place._fit._data_fetcher.length)
+    assert found == expected
+    place._fit.max_batches = 8
+    place.set_up(lambda: None)
+    assert place._fit.max_batches == 8, "loaders were there already"

@@ -1,7 +1,7 @@
 """One rank of two that share a node and their model; between two averagings their weights differ, as under local SGD.
 
 Usage: shared_worker.py ROOT FACTS BUDGET [WHAT]. Writes what it saw as JSON to FACTS/<rank>.json. WHAT differs: "owned" by an
-optimizer, which is the default, "unowned" parameters that the script updates itself, or a "dict" that is replicated.
+optimizer, which is the default, "unowned" parameters that the script updates itself, a "dict" that is replicated, or "the end" of the job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ def main(root: str, facts: Path, budget: str, what: str = "owned") -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    config = holdfast.Config(every="0", durable_every="0", memory_budget=budget)
+    lingers_s = 1.0 if what == "the end" else 600.0
+    config = holdfast.Config(every="0", durable_every="0", memory_budget=budget, linger_s=lingers_s)
+    if what == "the end":
+        differing_at_the_end(root, facts, config, model)
+        return
     if what != "owned":
         differing_beside(what, root, facts, config, model)
         return
@@ -60,6 +64,23 @@ def main(root: str, facts: Path, budget: str, what: str = "owned") -> None:
     }
     (facts / f"{rank}.json").write_text(json.dumps(told))
     checkpointer.close()
+    dist.destroy_process_group()
+
+
+def differing_at_the_end(root: str, facts: Path, config: holdfast.Config, model: DistributedDataParallel) -> None:
+    """The last version of all ranks is in memory alone, and what they have at the end makes none."""
+    checkpointer = holdfast.Checkpointer(root, model=model, config=config)
+    checkpointer.restore()
+    checkpointer.save(0).wait("captured", 60)
+    for parameter in model.parameters():
+        parameter.data.fill_(float(dist.get_rank() + 1))
+    checkpointer.step(1)
+    said = ""
+    try:
+        checkpointer.close()
+    except LevelNotReached as error:
+        said = str(error)
+    (facts / f"{dist.get_rank()}.json").write_text(json.dumps({"said": said}))
     dist.destroy_process_group()
 
 

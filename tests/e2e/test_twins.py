@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import forked
+from holdfast.base.events import Events
+from holdfast.tiers.storage.version_store import open_storage
 from sample_kit import sampled
 
 WORKER = Path(__file__).with_name("twins_worker.py")
@@ -87,3 +89,13 @@ def test_what_no_optimizer_owns_is_compared_too(tmp_path: Path, what: str) -> No
     for facts in seen:
         assert [bool(reason) for reason in facts["given_up"]] == [True, False] * 2
         assert facts["holds"] == [3.0]
+
+
+@pytest.mark.usefixtures("runtime_dir")
+def test_what_all_had_before_they_differed_is_durable_at_the_end(tmp_path: Path) -> None:
+    seen = run(tmp_path, 2, "1GiB", "the end", worker=WORKER.with_name("shared_worker.py"), node="n0")
+
+    for facts in seen:
+        assert "hold different values of tensors" in facts["said"]
+        assert "what is durable is i000001-s0000000000" in facts["said"]
+    assert [version.step for version in open_storage(tmp_path / "job", Events()).versions()] == [0]

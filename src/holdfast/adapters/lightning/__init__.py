@@ -209,7 +209,7 @@ class Keeping:
         self._fit = fit
         self._wrap("run", self._run)
         if self._place is not None:
-            self._wrap("setup_data", self._place.made.set_up)
+            self._wrap("setup_data", self._place.set_up)
             self._wrap("epoch_loop.val_loop.setup_data", self._place.made_to_validate.set_up)
         self._wrap("_load_combined_loader_states", self._data_is_made)
         self._wrap("on_run_start", self._run_starts)

@@ -28,6 +28,7 @@ from torch.utils.data import Sampler
 from holdfast.base.installed import is_installed
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.optimizer_extras import same
+from holdfast.checkpoint.state.stateful import is_stateful
 
 _ROOTS = ("dataset", "sampler", "batch_sampler", "collate_fn")
 _ATOMS = (bool, int, float, str, NoneType)
@@ -47,10 +48,11 @@ class DataAttributes:
         loader: of which no iterator was made.
         changed: names of attributes that have changed before, in this process; those that do are added.
         doubted: called with the name of one that changes and cannot be kept; once for each.
+        keeps: whether they are kept; else each that changes is doubted, but for what the loader hands out itself.
     """
 
-    def __init__(self, loader: Any, changed: set[str], doubted: Callable[[str], None]) -> None:
-        self._loader, self._changed, self._doubted = loader, changed, doubted
+    def __init__(self, loader: Any, changed: set[str], doubted: Callable[[str], None], *, keeps: bool = True) -> None:
+        self._loader, self._changed, self._doubted, self._keeps = loader, changed, doubted, keeps
         self._first = {name: value for name, (value, _) in self._look().items()}
         self._late: set[str] = set()  # made later: a restart has nothing yet that could be set
 
@@ -68,7 +70,7 @@ class DataAttributes:
                 if (type(value) in _ATOMS) != (type(first) in _ATOMS):
                     self._late.add(name)
                 self._changed.add(name)
-                if write is None or name in self._late:
+                if write is None or name in self._late or not self._keeps:
                     self._doubted(name)
             if write is not None and name not in self._late:
                 state[name] = value
@@ -86,7 +88,11 @@ class DataAttributes:
     def _look(self) -> dict[str, _Found]:
         seen: set[int] = set()
         roots = {name: getattr(self._loader, name, None) for name in _ROOTS}
-        return {name: found for root, value in roots.items() for name, found in _within(value, root, seen, 0)}
+        if self._keeps:
+            return {name: found for root, value in roots.items() for name, found in _within(value, root, seen, 0)}
+        roots = {name: value for name, value in roots.items() if not is_stateful(value)}
+        looked = (found for root, value in roots.items() for found in _within(value, root, seen, 0))
+        return {name: found for name, found in looked if name.rpartition(".")[2] != "generator"}
 
 
 def _within(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, _Found]]:

@@ -25,7 +25,7 @@ from holdfast.adapters.lightning.logged import Resumed, metrics_of, put_back, re
 from holdfast.adapters.lightning.made_loaders import MadeLoaders
 from holdfast.adapters.lightning.orders import Order, generators_of, orders_of, samplers_of
 from holdfast.adapters.lightning.plain_loaders import CHANGES, PlainLoaders, doubts_of
-from holdfast.adapters.lightning.validation_loaders import ValidationLoaders
+from holdfast.adapters.lightning.validation_loaders import STAYING, ValidationLoaders
 from holdfast.base import config as settings
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.trained_parameters import Trained
@@ -65,6 +65,7 @@ class Place:
         self.made = MadeLoaders(self._fit, lambda: self._fit._should_reload_train_dl)
         self.made_to_validate = MadeLoaders(validation, lambda: validation._should_reload_val_dl)
         self._drawn: list[dict[str, Any]] = []
+        self._lengths: dict[str, Any] = {}
         self._within = False
         self._stepped = 0  # what the log counts steps by
         self._told = False
@@ -88,6 +89,7 @@ class Place:
             "places": places,
             "generators": [generator.get_state() for generator in generators_of(self._fit._combined_loader)],
             "validation": self._validating.state_dict(),
+            "lengths": self._lengths_now(),
             "made": [self.made.state_dict(), self.made_to_validate.state_dict()],
             "logged": {name: dict(getattr(connector, name, {})) for name in _LAST_LOGGED},
             "sums": sums_of(self._fit.epoch_loop._results),
@@ -116,6 +118,7 @@ class Place:
         training, validation = state.get("made") or ({}, {})
         self.made.load_state_dict(training)
         self.made_to_validate.load_state_dict(validation)
+        self._lengths = state.get("lengths") or {}
         self._drawn, self._places = state.get("orders") or [], state.get("places") or []
         self._validating.load_state_dict(state.get("validation") or {})
         self._trainer.should_stop = state["should_stop"]
@@ -199,6 +202,28 @@ class Place:
                         set_epoch(self._fit.epoch_progress.current.processed)
             self._plain.load_state_dict(self._places)
 
+    def set_up(self, set_up: Callable[[], None]) -> None:
+        """Around the fit loop's `setup_data`: an epoch that goes on is as long as it was when it began.
+
+        Lightning asks loaders how long they are when it makes them, and as an epoch begins. A callback may have set `batch_size` since.
+        """
+        is_first = self._fit._combined_loader is None
+        self.made.set_up(set_up)
+        saved, now = self._lengths, self._lengths_now()
+        if not is_first or not self._within or saved.get("limits") != now.get("limits") or saved == now:
+            return
+        fit, trainer = self._fit, self._trainer
+        fit.max_batches, fit._data_fetcher.length = saved["max_batches"], saved["length"]
+        if isinstance(trainer.val_check_interval, float) and isinstance(trainer.val_check_batch, int):
+            trainer.val_check_batch = max(1, int(fit.max_batches * trainer.val_check_interval))
+
+    def _lengths_now(self) -> dict[str, Any]:
+        fit = self._fit
+        if fit._combined_loader is None or fit._data_fetcher is None:
+            return {}
+        limits = list(fit._combined_loader.limits or ())
+        return {"limits": limits, "max_batches": fit.max_batches, "length": fit._data_fetcher.length}
+
     def let_go(self) -> None:
         """The training is over: loaders are as they were."""
         self._plain.let_go()
@@ -234,6 +259,8 @@ class Place:
     def validation_begins(self) -> None:
         """Its loaders are there."""
         self._validating.begin()
+        if self._validating.stay:
+            self._plain.tell("what %s draw or count by themselves begins anew behind a restart", STAYING)
 
     def run_starts(self) -> None:
         """Hooks of the beginning are through: an epoch that goes on has what is set up when an epoch starts.
@@ -242,8 +269,8 @@ class Place:
         a new scheduler does to the learning rate was done then.
         """
         self._trained.change()
-        if not self._within:  # nothing of the epoch before is left; its loaders have counted and drawn
-            self._plain.begin_behind(self._places)
+        # Nothing of the epoch before is left, or hooks have set anew what steps had changed since.
+        self._plain.begin_behind([place["own"] for place in self._places] if self._within else self._places)
         trainer, self._begun_with = self._trainer, self._fit._combined_loader
         self._count_reloads()
         for callback in trainer.callbacks if self._within else ():

@@ -40,6 +40,7 @@ class PlainLoaders:
         self._places: list[LoaderPlace] = []
         self._told: set[str] = set()
         self._changed: dict[int, set[str]] = {}
+        self._others: list[DataAttributes] = []
 
     def count(self, loaders: Sequence[Any]) -> None:
         """These are the loaders, of all kinds, of which no iterator was made; from now on those of plain ones are counted."""
@@ -50,9 +51,16 @@ class PlainLoaders:
             place.doubted = functools.partial(self.tell, _STEP_BY_STEP)
             changed = self._changed.setdefault(number, set())
             place.more = DataAttributes(place.loader, changed, functools.partial(self.tell, CHANGES))
+        self._others = [
+            DataAttributes(loader, set(), functools.partial(self.tell, CHANGES), keeps=False)
+            for loader in loaders
+            if is_stateful(loader)
+        ]
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return where they are within an epoch."""
+        for each in self._others:
+            each.state_dict()  # tells of what changes
         return [place.state_dict() for place in self._places]
 
     def behind(self) -> list[list[Any]]:
@@ -76,7 +84,7 @@ class PlainLoaders:
         """Count no more: another training of the script is not to go on with these places."""
         for place in self._places:
             place.let_go()
-        self._places = []
+        self._places, self._others = [], []
 
     def tell(self, why: str, what: str) -> None:
         """Warn of one thing, once."""

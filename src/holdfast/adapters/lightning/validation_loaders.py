@@ -13,6 +13,8 @@ from holdfast.adapters.lightning.data_attributes import DataAttributes
 from holdfast.adapters.lightning.orders import generators_of
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 
+STAYING = "workers of a validation that stay (persistent_workers)"
+
 
 class ValidationLoaders:
     """The loaders of the validation of a fit, as an object with a state.
@@ -45,6 +47,12 @@ class ValidationLoaders:
         """The next validation begins so."""
         self._saved = state
 
+    @property
+    def stay(self) -> bool:
+        """Tell whether a loader has workers that stay."""
+        combined = self._loop._combined_loader
+        return combined is not None and any(map(_stays, combined.flattened))
+
     def begin(self) -> None:
         """Before each validation: in the first one of a run that goes on the loaders are as they were."""
         combined = self._loop._combined_loader
@@ -69,4 +77,4 @@ class ValidationLoaders:
 
 
 def _stays(loader: Any) -> bool:
-    return bool(getattr(loader, "persistent_workers", False))
+    return bool(getattr(loader, "num_workers", 0) and getattr(loader, "persistent_workers", False))

@@ -105,6 +105,10 @@ class Changes:
                     f"{path!r} changes in the loop{self._where(path)}, and {now.shared[path]}: a restart would make two of one"
                 )
             one = leaf.held is not None and was is not None and was.held is leaf.held
+            if one and held_arrays.is_shared(*held_arrays.span(leaf.held)):
+                reason = reason or (
+                    f"{path!r} changes in the loop{self._where(path)}, and other processes may write to its memory"
+                )
             rows.append([path, leaf.owner, leaf.key, held_arrays.same(leaf.value()) if one else leaf.value()])
             if path not in self._members and has_set(rows[-1][3]):
                 reason = reason or (

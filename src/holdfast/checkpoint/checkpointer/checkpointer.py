@@ -1012,12 +1012,13 @@ class Checkpointer:
                     return last
                 known = run.link.client.announced.known(last.version) if run.link.client is not None else None
                 run.lower.stays_away(run)
-                if last.given_up and (whole := run.whole) is not None and run.saver.memory is not None:
-                    older = self._wait_for(run, self._raise_level(run, whole, Level.DURABLE))
-                    what = f"{error.what}; what is durable is {older.version}"
-                    raise LevelNotReached(
-                        what, where=error.where, remedy="start again: it goes on from there"
-                    ) from error
+                if last.given_up and (whole := run.whole) is not None:
+                    try:
+                        older = self._wait_for(run, self._raise_level(run, whole, Level.DURABLE))
+                        found = f"what is durable is {older.version}"
+                    except LevelNotReached as lost:
+                        found = lost.what
+                    raise LevelNotReached(f"{error.what}; {found}", where=error.where, remedy=error.remedy) from error
                 if last.given_up or known is None or not known.abandoned:
                     raise
                 last.give_up(error.what)

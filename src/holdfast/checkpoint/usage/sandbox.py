@@ -51,13 +51,18 @@ def available() -> bool:
 
 def shares_memory() -> bool:
     """Tell whether this process can write to memory that others, but for holdfast's own, or files see."""
+    return any(True for _ in shared_memory())
+
+
+def shared_memory() -> Iterator[tuple[int, int]]:
+    """Yields where memory begins and ends that others, but for holdfast's own, or files see, and this process can write to."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             fields = line.split(maxsplit=5)
             name = fields[5].strip() if len(fields) > 5 else ""
             if fields[1][1] == "w" and fields[1][3] == "s" and not name.startswith(_OURS):
-                return True
-    return False
+                first, _, end = fields[0].partition("-")
+                yield int(first, 16), int(end, 16)
 
 
 def shut_in(*, keep: int, parent: int) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoint.usage import sandbox
+
 # Larger ones are compared, and not carried.
 MAX_BYTES = 16 << 10
 _KEY = "holdfast.held"
@@ -110,6 +112,11 @@ def span(value: Any) -> Span:
         return span(value.base)
     first = value.__array_interface__["data"][0]
     return first, first + value.nbytes
+
+
+def is_shared(first: int, end: int) -> bool:
+    """Tell whether other processes, or a file, see a part of the memory between two addresses."""
+    return any(first < last and begin < end for begin, last in sandbox.shared_memory())
 
 
 def overlapping(held: Mapping[str, Span], others: Iterable[tuple[Span, str]]) -> dict[str, str]:

@@ -133,6 +133,10 @@ _BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}
 _OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 
 
+# Of things that are kept, which stay where they are.
+_is_shared = functools.lru_cache(maxsize=256)(held_arrays.is_shared)
+
+
 def workers_stay(_: DataLoader[Any]) -> str:
     """Returns why workers of a loader that stay cannot be taken up, where nobody looks at them."""
     return "its workers stay, with all that they keep"
@@ -271,6 +275,9 @@ class Walk:
         if isinstance(thing, torch.Tensor):
             self.marks(path, thing)
             self.found.fixed[f"the shape of {path}"] = (tuple(thing.shape), str(thing.dtype), str(thing.device))
+            if type(thing) is torch.Tensor and thing.device.type == "cpu" and _is_shared(*held_arrays.span(thing)):
+                self.found.fixed[path] = token_of_tensor(thing)
+                self.found.parts[path] = "another process"
         elif isinstance(thing, nn.Module):
             self._model(path, thing, kept=True)
         elif isinstance(thing, Optimizer):
