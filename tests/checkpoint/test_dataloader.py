@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from holdfast.checkpoint.state import worker_draws
+from holdfast.checkpoint.entries import worker_draws
 from holdfast.checkpoint.state.training_state import State
 from kit.checkpointers import Make, Trainee
 from sample_kit import MORE, sampled
