@@ -1,4 +1,4 @@
-"""What the workers of a plain data loader draw and count: noted by each behind each batch, and taken over by those of a restart.
+"""Notes what the workers of a plain data loader draw and count, behind each batch, and gives it to those of a restart.
 
 A worker has random numbers of its own, and loads ahead of the loop. So it writes the state of its generators behind each batch into
 memory that it shares with its main process, which reads there what stood behind the last batch that the loop has had of it.
