@@ -42,7 +42,7 @@ from benchmarks.measure import options as parse_options
 from torch.distributed import TCPStore
 
 WORKER = str(Path(__file__).with_name("recover_train.py"))
-GOALS = {"resumable": "<= 0.15", "rerun": "<= 0.4", "cold": "<= 0.5", "forked": "<= 0.25"}
+GOALS = {"resumable": "<= 0.15", "rerun": "<= 0.15", "cold": "<= 0.5", "forked": "<= 0.25"}
 NODE_LOSS_GOAL = "<= 0.2"
 WAIT_S = 120.0
 # A job is hit when it has trained for so long: versions exist, spares are there.

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import multiprocessing
+import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
+from holdfast.checkpoint.entries import worker_draws
 from holdfast.checkpoint.state.training_state import State
+from kit.checkpointers import Make, Trainee
 from sample_kit import MORE, sampled
 from state_kit import restore, save
 
@@ -29,6 +36,25 @@ class Loud(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         self.loaded.append(index)
         return ROWS[index] + torch.rand(())
+
+
+class Drawing(Dataset[torch.Tensor]):
+    """Rows that are blurred by all kinds of generators, and counted: a worker that begins anew makes others."""
+
+    def __init__(self, *, often: int = 1) -> None:
+        self.often, self.taken = often, 0
+        self.own = {"torch": own(), "numpy": [np.random.default_rng(1)], "python": random.Random(2)}
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.taken += 1
+        row = ROWS[index]
+        if index % self.often == 0:
+            row = row + torch.rand(()) + random.random() + np.random.random() + 100 * self.taken  # noqa: NPY002
+            row = row + torch.rand((), generator=self.own["torch"]) + self.own["numpy"][0].random()  # type: ignore[call-overload, index]
+        return row + self.own["python"].random() if index % (3 * self.often) == 0 else row  # type: ignore[attr-defined]
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -52,6 +78,10 @@ def own() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
+def seeded(number: int) -> None:
+    random.seed(torch.initial_seed() + number)
+
+
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "in order": lambda: DataLoader(TensorDataset(ROWS), batch_size=3),
     "shuffled": lambda: DataLoader(TensorDataset(ROWS), batch_size=3, shuffle=True, drop_last=True),
@@ -65,6 +95,16 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "two workers": lambda: DataLoader(TensorDataset(ROWS), batch_size=3, shuffle=True, num_workers=2),
     "a worker that stays": lambda: DataLoader(
         TensorDataset(ROWS), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "workers that draw": lambda: DataLoader(Drawing(), batch_size=3, shuffle=True, num_workers=3),
+    "workers that draw and stay": lambda: DataLoader(
+        Drawing(), batch_size=3, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=1
+    ),
+    "workers that draw now and then": lambda: DataLoader(
+        Drawing(often=7), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True, worker_init_fn=seeded
+    ),
+    "more workers than batches": lambda: DataLoader(
+        Drawing(), batch_size=9, generator=own(), num_workers=5, persistent_workers=True
     ),
 }  # fmt: skip
 
@@ -88,10 +128,22 @@ class Life:
 # Workers take a second or two to start.
 CASES = [(name, killed) for name in LOADERS for killed in ((4,) if "worker" in name else (1, 4, 7, 9))]
 CASES.append(("a worker that stays", 10))  # in its second epoch
+CASES += [
+    (name, killed) for name in LOADERS if "draw" in name or "more" in name for killed in (1, 2, 3, 7, 8, 10, 13, 14, 21)
+]
+DRAWN = [("workers that draw", 4), ("workers that draw and stay", 10), ("workers that draw now and then", 21)]
+DRAWN += [("more workers than batches", killed) for killed in (2, 3)]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
-    ("name", "killed"), sampled(CASES, *(case for case in CASES if case != ("a worker that stays", 4)))
+    ("name", "killed"),
+    sampled(
+        CASES,
+        *(case for case in CASES if case[0] not in {name for name, _ in DRAWN} | {"a worker that stays"}),
+        *DRAWN,
+        ("a worker that stays", 10),
+    ),
 )
 def test_it_goes_on_with_the_next_batch(name: str, killed: int) -> None:
     first = Life(LOADERS[name])
@@ -200,3 +252,65 @@ def test_an_order_that_is_another_and_an_iterable_are_told(caplog: pytest.LogCap
         with caplog.at_level(logging.WARNING):
             next(second.steps())
         assert said in caplog.text
+
+
+class Lazy(Drawing):
+    """A dataset that makes a generator where it is first asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Any = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.made = self.made or random.Random(3)
+        return super().__getitem__(index) + self.made.random()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(
+    ("of_save", "of_restore", "said"),
+    [
+        ({"num_workers": 2}, {"num_workers": 1}, "begin anew in them: they are 1, and were 2"),
+        ({"num_workers": 2, "dataset": Lazy()}, {"num_workers": 2}, "no version has 'dataset.made', which a worker makes"),
+    ],
+)  # fmt: skip
+def test_workers_that_begin_anew_are_told(
+    of_save: dict[str, Any], of_restore: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Life(lambda: DataLoader(**{"dataset": Drawing(), "batch_size": 3, **of_save}))
+    steps = first.steps()
+    for _ in range(3):
+        next(steps)
+    saved = save(first.state)
+    second = Life(lambda: DataLoader(**{"dataset": Drawing(), "batch_size": 3, **of_restore}))
+    restore(second.state, saved)
+    next(second.steps())
+    assert said in caplog.text
+
+
+def test_workers_that_are_not_forked_or_have_no_order_cannot_say_what_they_draw() -> None:
+    assert worker_draws.why_not(DataLoader(Drawing(), num_workers=1)) == ""
+    assert "not forked" in worker_draws.why_not(DataLoader(Drawing(), num_workers=1, multiprocessing_context="spawn"))
+    assert "no order" in worker_draws.why_not(DataLoader(Drawing(), num_workers=1, in_order=False))
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["made anew", "that stay"])
+def test_workers_end_with_what_goes_over_them_and_wait_for_no_garbage_collector(make: Make, *, stays: bool) -> None:
+    """It would end their queues first, and torch waits five seconds for each worker then."""
+    loader = DataLoader(TensorDataset(ROWS), batch_size=3, num_workers=2, persistent_workers=stays)
+    trainee = Trainee()
+    trainee.loader = loader  # type: ignore[assignment]
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in loader:
+            break
+        workers = [weakref.ref(child) for child in multiprocessing.active_children() if "Process" in child.name]
+        assert bool(workers) is stays
+        checkpointer.close()
+        del loader, trainee.loader, _
+        assert not [worker for ref in workers if (worker := ref()) is not None and worker.is_alive()]
+    finally:
+        gc.enable()

@@ -430,7 +430,6 @@ def test_an_empty_path_is_an_error_where_a_checkpoint_is_expected(
     assert make(Trainee()).restore() == 0, "which is a fresh start where nothing is expected"
 
 
-@MORE
 def test_a_job_that_never_saved_anything_is_none_where_a_checkpoint_is_expected(make: Make) -> None:
     first = make(Trainee())
     first.restore()

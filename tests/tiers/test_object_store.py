@@ -464,7 +464,6 @@ def test_of_two_challengers_of_a_dead_holder_one_gets_the_lock(server: Server, p
     quick.release()
 
 
-@MORE
 def test_who_slept_over_several_holders_does_not_get_the_lock(server: Server, prefix: str) -> None:
     """The name that it was about to create was taken, given back and removed meanwhile."""
     backend = proved(prefix)

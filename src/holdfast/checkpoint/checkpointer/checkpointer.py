@@ -57,6 +57,7 @@ from holdfast.checkpoint.save.extra_places import ExtraPlaces
 from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_seconds, as_version, never
 from holdfast.checkpoint.save.save_schedule import Schedule, parse_cadence
 from holdfast.checkpoint.save.slot_patience import Waits
+from holdfast.checkpoint.state.dataloader import is_plain
 from holdfast.checkpoint.state.stateful import Keys
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
@@ -1076,6 +1077,10 @@ class Checkpointer:
                 self._run.link.close(finished=finished)
             self._run.recorder.close()
         self._storage.run_lock.release()
+        for name in [name for name, value in self._objects.items() if is_plain(value)]:
+            del self._objects[
+                name
+            ]  # held by the loop alone, its workers end with it and not with the garbage collector
 
     def _propose(self, run: Run, proposals: Sequence[Proposal]) -> None:
         try:

@@ -154,6 +154,16 @@ def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] 
     return None
 
 
+def process_generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Returns by name how the generators of the process on the CPU are read and set, as `random_state` tells."""
+    python = getattr(random.getstate, "__self__", None)  # the generator behind the functions of the module
+    found = {"generator python": random_state(python), "generator torch": random_state(torch.default_generator)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "random" in vars(numpy):
+        found["generator numpy"] = random_state(numpy.random.get_state.__self__)
+    return {name: each for name, each in found.items() if each is not None}
+
+
 def _set_torch(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 

@@ -9,14 +9,18 @@ they were before. That the order is the same is proven by a digest of the indice
 Workers that stay are made once, and that draws a number. Where the run that saved had made them, a restart makes them before the generators
 are as its next epoch found them.
 
-What workers draw themselves begins anew in them, unless what was had is loaded again (`loads_again`). Of several iterators at one
-time the place is that of the newest.
+What workers draw themselves is noted by them (`worker_draws`), unless what was had is loaded again (`loads_again`). Of several
+iterators at one time the place is that of the newest.
+
+Nothing here may be part of a cycle of references with an iterator that has workers: it would be ended by the garbage collector, which
+ends its queues first, and torch would wait five seconds for each worker.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +31,7 @@ import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, sampler
 from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler, _SingleProcessDataLoaderIter
 
+from holdfast.checkpoint.entries import worker_draws
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.state.optimizer_extras import same
 from holdfast.checkpoint.state.stateful import Stateful
@@ -125,20 +130,19 @@ class LoaderPlace:
         loader: the loader; its iterators are made by us from now on.
 
     Attributes:
-        loader: the loader.
         loads_again: whether workers load again what was had, for what they draw by themselves.
         doubted: called with what is drawn between two batches, with random numbers that steps use too; None: nobody looks.
         more: an object with a state that the loader's order and items depend on besides; None: there is none.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
+        self._loader = weakref.ref(loader)
         self.loads_again = False
         self.doubted: Callable[[str], None] | None = None
         self.more: Stateful | None = None
-        self._make = loader._get_iterator
+        self._own_make = vars(loader).get("_get_iterator")
         vars(loader)["_get_iterator"] = self._iterator
-        self._newest: _Counted | None = None
+        self._newest: weakref.ref[_Counted] | None = None
         self._had, self._order, self._began = 0, "", dict[str, Any]()
         self._ready: dict[str, Any] | None = (
             None  # the process's generators, once the newest iterator was made; None: it has drawn
@@ -146,6 +150,18 @@ class LoaderPlace:
         self._again = False  # the newest iterator is one that stays, and has begun another time
         self._stays = False  # there is one that stays, or was in the run that saved
         self._saved: dict[str, Any] = {}
+        self._workers: dict[str, Any] | None = (
+            None  # what those of the run that saved had drawn; None: nobody takes it over
+        )
+        self._drawn: dict[str, Any] | None = None  # by the workers of the newest iterator, when it was asked last
+        self._told = False  # of what workers keep and nobody notes
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """Return the loader, which whoever goes over it holds."""
+        loader = self._loader()
+        assert loader is not None
+        return loader
 
     def state_dict(self) -> dict[str, Any]:
         """Batches that were had of the newest iterator, what it began with, and the generators of the sampler now.
@@ -155,7 +171,16 @@ class LoaderPlace:
         if self._saved:  # restored, and no iterator was made since
             return self._saved
         place = {"had": self._had, "order": self._order, "began": self._began, "own": self._own()}
-        return {**place, "again": self._again, "stays": self._stays} if self._stays else place
+        if self._stays:
+            place |= {"again": self._again, "stays": self._stays}
+        newest = self._newest() if self._newest is not None else None
+        if newest is not None:
+            self._drawn = newest.workers()
+        workers = self._workers or self._drawn
+        if workers is not None and (self._had or self._stays):
+            place["workers"] = workers
+            self._tell(workers["words"])
+        return place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iterator goes on at this place."""
@@ -163,9 +188,13 @@ class LoaderPlace:
         vars(self.loader)["_iterator"] = None  # of workers that stay
         self._had, self._order, self._began, self._saved = 0, "", {}, {}
         self._again, self._stays = False, state.get("stays", False)
+        self._workers, self._drawn = state.get("workers"), None
         self._set_own(state["own"])
         if state["had"]:
             self._saved = state
+
+    def _is_newest(self, counted: _Counted) -> bool:
+        return self._newest is not None and self._newest() is counted
 
     def let_go(self) -> None:
         """The loader is as it was: nothing is counted any more."""
@@ -189,25 +218,25 @@ class LoaderPlace:
 
         Something else may have drawn since the iterator was made: that of another loader, `zip(labeled, unlabeled)`.
         """
-        if counted is self._newest and self._ready is not None:
+        if self._is_newest(counted) and self._ready is not None:
             ready, self._ready = self._ready, None
             if not same(now := ProcessRandomness().state_dict(), ready):
                 self._began["drew"] = {"process": now, "own": self._own()}
 
     def handed(self, counted: _Counted, indices: object) -> None:
         """One more batch was handed out."""
-        if counted is self._newest:
+        if self._is_newest(counted):
             self._had += 1
             self._order = xxhash.xxh3_64_hexdigest(f"{self._order}{indices!r}".encode())
 
     def ended(self, counted: _Counted) -> None:
         """The iterator has no more."""
-        if counted is self._newest:
+        if self._is_newest(counted):
             self._had, self._order, self._began = 0, "", {}
 
     def begun(self, counted: _Counted, *, again: bool) -> None:
         """An iterator begins, for the first time or `again`, and draws its first numbers behind this."""
-        self._newest, self._again, self._ready = counted, again, None
+        self._newest, self._again, self._ready = weakref.ref(counted), again, None
         self._stays = self.loader.num_workers > 0 and self.loader.persistent_workers
         self._had, self._order = 0, ""
         self._began = {"process": ProcessRandomness().state_dict(), "own": self._own()}
@@ -247,8 +276,6 @@ class LoaderPlace:
                 "epoch, or the dataset is another",
                 had,
             )
-        elif self.loader.num_workers and not loads:
-            logger.info("random numbers that the loader's workers draw begin anew in them")
         process.load_state_dict(now)
         self._set_own(saved["own"])
         return counted
@@ -259,11 +286,35 @@ class LoaderPlace:
         rows = vars(self.loader)[name]
         went_on = partial(self._go_back, self._began) if self._again else None
         vars(self.loader)[name] = _Told(self, rows, counted, skipped, went_on)
+        workers, self._workers = self._workers, None
         try:
-            made: Iterator[Any] = self._make()
+            return self._with_workers(workers, skipped)
         finally:
             vars(self.loader)[name] = rows
-        return made
+
+    def _with_workers(self, begun: dict[str, Any] | None, skipped: int) -> Iterator[Any]:
+        """Returns an iterator of torch's, whose workers go on with what those of the run that saved had drawn."""
+        loader = self.loader
+        count = loader.num_workers
+        if not count or self.loads_again or isinstance(loader.dataset, IterableDataset):
+            return self._make(loader)
+        why = worker_draws.why_not(loader)
+        if begun is not None and len(begun["states"]) != count:
+            why = why or f"they are {count}, and were {len(begun['states'])}"
+        if why and (skipped or begun is not None):
+            logger.warning("random numbers that the loader's workers draw begin anew in them: %s", why)
+        if why:
+            return self._make(loader)
+        loader.check_worker_number_rationality()
+        return worker_draws.NotedIterator(loader, begun, skipped % count)
+
+    def _make(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        return type(loader)._get_iterator(loader) if self._own_make is None else self._own_make()
+
+    def _tell(self, words: str) -> None:
+        if words and not self._told:
+            self._told = True
+            logger.warning("of a loader's workers no version has %s: a restart within an epoch begins it anew", words)
 
     def _go_back(self, began: dict[str, Any]) -> None:
         """All generators are as they were when an iterator began."""
@@ -321,6 +372,10 @@ class _Counted:
         if self._sampler is not None:
             self._sampler.skip()
 
+    def workers(self) -> dict[str, Any] | None:
+        """Return what the workers have drawn; None if they do not say so."""
+        return self._inner.state() if isinstance(self._inner, worker_draws.NotedIterator) else None
+
     def had(self, indices: object) -> None:
         """A batch of these indices was had before."""
         self._place.handed(self, indices)
@@ -351,13 +406,14 @@ class _Told:
     """A sampler that tells what it hands out, and leaves out the first batches of the first iterator that is used.
 
     Args:
+        counted: the iterator that it is for, which holds it.
         go_back: called once the workers are made and before anything is drawn for the order; None: nothing is to be done then.
     """
 
     def __init__(
         self, place: LoaderPlace, rows: Any, counted: _Counted, skipped: int, go_back: Callable[[], None] | None
     ) -> None:
-        self._place, self._sampler, self._counted, self._skipped = place, rows, counted, skipped
+        self._place, self._sampler, self._counted, self._skipped = place, rows, weakref.ref(counted), skipped
         self._steps = iter([None, go_back])  # the second iterator is made when the workers are
 
     def __iter__(self) -> Iterator[Any]:
@@ -366,7 +422,9 @@ class _Told:
         rows = iter(self._sampler)
         if not draws_at_once(self._sampler):
             rows = self._place.watched(rows, "the order of its batches is")
-        return _Skipping(rows, self._counted, self)
+        counted = self._counted()
+        assert counted is not None
+        return _Skipping(rows, counted, self)
 
     def take(self) -> int:
         """Returns how many batches are left out, once: a loader with workers asks for two iterators, and uses the second."""
@@ -381,22 +439,27 @@ class _Skipping:
     """One iterator of a sampler. It skips with its first batch or before: numbers are drawn in the order of the first time."""
 
     def __init__(self, inner: Iterator[Any], counted: _Counted, told: _Told) -> None:
-        self._inner, self._counted, self._told = inner, counted, told
+        self._inner, self._counted, self._told = inner, weakref.ref(counted), told
         counted.samples(self)
 
     def skip(self) -> None:
         """Asks for what is left out."""
+        counted = self._counted()
         for indices in itertools.islice(self._inner, self._told.take()):
-            self._counted.had(indices)
+            if counted is not None:
+                counted.had(indices)
 
     def __iter__(self) -> _Skipping:
         return self
 
     def __next__(self) -> Any:
         self.skip()
-        self._counted.draws()
+        counted = self._counted()
+        if counted is None:  # nobody takes what it hands out any more
+            return next(self._inner)
+        counted.draws()
         indices = next(self._inner)
-        self._counted.told(indices)
+        counted.told(indices)
         return indices
 
 

@@ -114,9 +114,12 @@ class WorkerSlot:
         self.began = self.began or status is WorkerStatus.RUNS
 
     def kill(self, reason: KillReason) -> None:
-        """Kills the worker; what it started goes with it when its end is seen."""
+        """Kills the worker; what it started goes with it, at once if it had its time, else when its end is seen."""
         self.killed_for, self.killed_at = reason, time.monotonic()
-        self.proc.send_signal(signal.SIGKILL)
+        if reason is KillReason.OVERDUE:
+            self.close(signal.SIGKILL)
+        else:
+            self.proc.send_signal(signal.SIGKILL)
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Signals the worker and all it started; torch calls this."""
@@ -146,7 +149,6 @@ class WorkerSlot:
             self.proc.pid,
         )
         self.kill(KillReason.OVERDUE)
-        self.close(signal.SIGKILL)
 
     def clean_up(self, *, well: bool = False) -> None:
         """Kills what the dead process started, and closes its channel.

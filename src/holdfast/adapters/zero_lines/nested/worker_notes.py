@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +22,7 @@ from holdfast.adapters.zero_lines.reach.look import Leaf, Look
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base import config
-from holdfast.checkpoint.entries.rng import random_state
+from holdfast.checkpoint.entries.rng import process_generators
 from holdfast.tiers.format import values as value_codec
 
 # Bytes for what a worker is told, and as many for what it says; a page costs memory when it is written.
@@ -112,7 +110,7 @@ class Noting:
         try:
             if self._first is None:
                 self._first = self._reach.of(things)
-                self._seeded = {name: read() for name, (read, _) in generators().items()}
+                self._seeded = {name: read() for name, (read, _) in process_generators().items()}
                 self._refused = why_not(self._first)
                 self._around = around()
             is_asked, what = slot.asked(self._calls)
@@ -126,7 +124,7 @@ class Noting:
 
     def _take_over(self, things: Mapping[str, Any], what: Mapping[str, Any]) -> None:
         self._reach.of(things).put(what["rows"], what["gone"])
-        known = generators()
+        known = process_generators()
         for name, state in what["generators"].items():
             known[name][1](state)
 
@@ -136,7 +134,7 @@ class Noting:
         changed = Changes(lambda: now, {}, before=self._first).between(now)
         made = (path for path, leaf in now.leaves.items() if leaf.lasts and not _lasted(self._first, path))
         born = next((f"{path!r} came to be in it, and a restart cannot make it" for path in made), "")
-        states = {name: read() for name, (read, _) in generators().items()}
+        states = {name: read() for name, (read, _) in process_generators().items()}
         token = xxhash.xxh3_64(repr((settings(), where_made())).encode())
         times = {path for path, leaf in now.leaves.items() if _is_time(leaf)}
         for path, value in {**tokens(now), **states}.items():
@@ -186,16 +184,6 @@ def why_not(look: Look) -> str:
     for path, kind in (*look.unsure, *look.unknown):
         return f"{path!r}, a {kind} cannot be looked at"
     return ""
-
-
-def generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Returns how those generators of the process are read and set from which a dataset may draw."""
-    python = getattr(random.getstate, "__self__", None)  # the generator behind the functions of the module
-    found = {"generator python": random_state(python), "generator torch": random_state(torch.default_generator)}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "random" in vars(numpy):
-        found["generator numpy"] = random_state(numpy.random.get_state.__self__)
-    return {name: each for name, each in found.items() if each is not None}
 
 
 def settings() -> tuple[Any, ...]:

@@ -1,0 +1,308 @@
+"""Notes what the workers of a plain data loader draw and count, behind each batch, and gives it to those of a restart.
+
+A worker has random numbers of its own, and loads ahead of the loop. So it writes the state of its generators behind each batch into
+memory that it shares with its main process, which reads there what stood behind the last batch that the loop has had of it.
+A restart makes workers with the same seed, gives each the state of its forerunner, and hands the next batch to the worker whose
+turn it was. Nothing is loaded again.
+
+The generators are those of the process, and those that lie in the dataset and in the collate function. Numbers there to which their
+class adds (`self.seen += 1`) are noted too; what else a worker keeps is not. Called by `checkpoint.state.dataloader`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import mmap
+import multiprocessing
+import struct
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, MapDataPipe, dataloader
+from torch.utils.data._utils import worker
+
+from holdfast.checkpoint.entries.rng import process_generators, random_state
+from holdfast.tiers.format import values as value_codec
+
+# Bytes for what a worker says behind one batch; a page costs memory when it is written.
+_ROOM = 1 << 16
+_HEAD = struct.Struct("<QQQ")  # how many batches it has loaded; lengths of states and of words
+# Batches of a worker behind which its dataset is looked at for generators that were not there before.
+_LOOKED_AT = 4
+# How far a dataset is looked into.
+_DEEP, _WIDE, _MANY = 8, 64, 4096
+_LEFT = (str, bytes, int, float, torch.Tensor, type, type(mmap))
+
+# By path: how something is read, and how it is set.
+Kept = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
+
+
+def why_not(loader: DataLoader[Any]) -> str:
+    """Returns why the workers of a loader cannot say what they draw; empty if they can."""
+    iterator = dataloader._MultiProcessingDataLoaderIter
+    known = (
+        (iterator._reset, "_worker_queue_idx_cycle"),
+        (iterator._try_put_index, "_next_index"),
+        (worker._worker_loop, "create_fetcher"),
+    )
+    if any(name not in function.__code__.co_names for function, name in known):
+        return "this torch has workers otherwise than is known"
+    context = loader.multiprocessing_context or torch.multiprocessing
+    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method != "fork" or getattr(loader, "worker_method", "multiprocessing") != "multiprocessing":
+        return "they are not forked"
+    if type(loader)._get_iterator is not DataLoader._get_iterator or isinstance(loader.dataset, MapDataPipe):
+        return "the loader makes them in a way of its own"
+    return "" if getattr(loader, "in_order", True) else "they hand out batches in no order"
+
+
+class NotedIterator(dataloader._MultiProcessingDataLoaderIter):
+    """An iterator over a loader whose workers note what they draw.
+
+    Args:
+        loader: of a dataset with items.
+        begun: what `state` returned in the run that saved; None: the workers begin as torch has it.
+        first: the number of the worker that loads the first batch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], begun: dict[str, Any] | None, first: int) -> None:
+        count = loader.num_workers
+        self._begun: Sequence[bytes] = begun["states"] if begun is not None else [b""] * count
+        self._given = begun["seed"] if begun is not None else None
+        self._notes = _Notes(count, (loader.prefetch_factor or 1) + 2)
+        self._loaded = [0] * count  # by each worker, before the loader was last gone over
+        self._first = self._to_pass = first
+        self._told = ""
+        init = loader.worker_init_fn
+        vars(loader)["worker_init_fn"] = noting = _Noting(init, self._notes, self._begun)
+        noting.found(_things(loader.dataset, loader.collate_fn))  # classes are read here, once for all workers
+        try:
+            super().__init__(loader)
+        finally:
+            vars(loader)["worker_init_fn"] = init
+
+    @property
+    def _base_seed(self) -> int:
+        """Return the seed of the workers: the one that was given, though another was drawn."""
+        return self._seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        self._seed: int = drawn if self._given is None else self._given
+
+    def state(self) -> dict[str, Any]:
+        """Return the seed of the workers, and what each has drawn up to the last batch that was had of it."""
+        found = [
+            self._notes.read(number, loaded) if loaded else (self._begun[number], "")
+            for number, loaded in enumerate(self._loaded_of(self._rcvd_idx))
+        ]
+        return {
+            "seed": self._seed,
+            "states": [states for states, _ in found],
+            "words": next(filter(None, (words for _, words in found)), ""),
+        }
+
+    def _loaded_of(self, num_batches: int) -> list[int]:
+        """Returns how many batches each worker has loaded when so many were since the loader was last gone over."""
+        count = len(self._loaded)
+        return [
+            before + len(range((number - self._first) % count, num_batches, count))
+            for number, before in enumerate(self._loaded)
+        ]
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:
+            self._loaded, self._first = self._loaded_of(self._send_idx), 0
+        super()._reset(loader, first_iter)
+
+    def _next_index(self) -> Any:
+        while self._to_pass:
+            next(self._worker_queue_idx_cycle)
+            self._to_pass -= 1
+        return super()._next_index()  # type: ignore[no-untyped-call]
+
+
+# The script sees what torch would have made.
+NotedIterator.__name__ = NotedIterator.__qualname__ = dataloader._MultiProcessingDataLoaderIter.__name__
+
+
+class _Notes:
+    """Memory that workers share with their main process: for each of them the last few things that it said.
+
+    Args:
+        count: of workers.
+        kept: so many of each are kept: a worker loads no further ahead.
+    """
+
+    def __init__(self, count: int, kept: int) -> None:
+        self._kept = kept
+        self._memory = mmap.mmap(-1, count * kept * _ROOM)
+
+    def write(self, number: int, loaded: int, states: bytes, words: str) -> None:
+        """Says what a worker has drawn, behind so many batches."""
+        said = words.encode()[:1024]
+        if len(states) + len(said) + _HEAD.size > _ROOM:
+            states, said = b"", b"random numbers of its workers, which are too many to be kept"
+        at = self._at(number, loaded)
+        head = _HEAD.pack(loaded, len(states), len(said))
+        self._memory[at : at + len(head) + len(states) + len(said)] = head + states + said
+
+    def read(self, number: int, loaded: int) -> tuple[bytes, str]:
+        """Returns what a worker had drawn behind so many batches, and what cannot be kept."""
+        at = self._at(number, loaded)
+        found, num_states, num_words = _HEAD.unpack(self._memory[at : at + _HEAD.size])
+        if found != loaded:
+            return b"", "random numbers of its workers, which say nothing of them"
+        at += _HEAD.size
+        words = self._memory[at + num_states : at + num_states + num_words]
+        return self._memory[at : at + num_states], words.decode(errors="replace")
+
+    def _at(self, number: int, loaded: int) -> int:
+        return (number * self._kept + loaded % self._kept) * _ROOM
+
+
+class _Noting:
+    """Stands for the `worker_init_fn` of a loader: calls it in the worker, and has the worker note what it draws from there on.
+
+    Args:
+        init: the loader's own; None if it has none.
+        notes: where it writes.
+        begun: what each worker begins with; nothing: with its seed.
+    """
+
+    def __init__(self, init: Callable[[int], Any] | None, notes: _Notes, begun: Sequence[bytes]) -> None:
+        self._init, self._notes, self._begun = init, notes, begun
+        self._number, self._loaded = 0, 0
+        self._kept: Kept = {}
+        self._seeded: dict[str, Any] = {}
+        self._drawn: tuple[dict[str, Any], bytes] = ({}, b"")
+        self._words = ""
+
+    def __call__(self, number: int) -> None:
+        """Begins a worker."""
+        if self._init is not None:
+            self._init(number)
+        self._number, original = number, dataloader._DatasetKind.create_fetcher
+
+        def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
+            fetcher = original(kind, dataset, auto_collation, collate_fn, drop_last)  # type: ignore[no-untyped-call]
+            things, fetch = _things(dataset, collate_fn), fetcher.fetch
+            if not self._kept:
+                self._begins(things)
+
+            def fetched(index: Any) -> Any:
+                try:
+                    return fetch(index)
+                finally:
+                    self._ends(things)
+
+            fetcher.fetch = fetched
+            return fetcher
+
+        setattr(dataloader._DatasetKind, "create_fetcher", staticmethod(create_fetcher))  # noqa: B010 - of this process alone
+
+    def _begins(self, things: dict[str, Any]) -> None:
+        """Takes over what was noted of a forerunner, before the first batch."""
+        self._kept = process_generators() | self.found(things)
+        self._seeded = self._states()
+        begun = self._begun[self._number]
+        for path, state in (value_codec.decode(begun) if begun else {}).items():
+            if path in self._kept:
+                self._kept[path][1](state)
+            else:
+                self._words = f"{path!r}, which was there when they were saved"
+
+    def found(self, things: dict[str, Any]) -> Kept:
+        """Returns what can be noted of a dataset and a collate function."""
+        try:
+            return kept_in(things)
+        except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the worker has to go on
+            self._words = f"what cannot be looked at: {type(error).__name__}: {error}"
+            return {}
+
+    def _ends(self, things: dict[str, Any]) -> None:
+        """Notes what has been drawn, behind a batch."""
+        self._loaded += 1
+        if self._loaded <= _LOOKED_AT and not self._words:
+            for path in self.found(things).keys() - self._kept.keys():
+                self._words = f"{path!r}, which a worker makes"
+        drawn = {name: state for name, state in self._states().items() if state != self._seeded[name]}
+        if drawn != self._drawn[0]:
+            self._drawn = (drawn, value_codec.encode(drawn))
+        self._notes.write(self._number, self._loaded, self._drawn[1], self._words)
+
+    def _states(self) -> dict[str, Any]:
+        return {name: read() for name, (read, _) in self._kept.items()}
+
+
+def _things(dataset: Any, collate_fn: Any) -> dict[str, Any]:
+    return {"dataset": dataset, "collate_fn": collate_fn}
+
+
+def kept_in(things: dict[str, Any]) -> Kept:
+    """Returns the generators of random numbers that lie in objects, and the numbers there that are counts, by path."""
+    found: Kept = {}
+    seen: set[int] = set()
+    stack = [(name, value, 0) for name, value in reversed(things.items())]
+    while stack and len(seen) < _MANY:
+        path, value, depth = stack.pop()
+        if value is None or isinstance(value, _LEFT) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value is not torch.default_generator and (state := random_state(value)) is not None:
+            found[path] = state
+            continue
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            for name in counts_of(type(value)) & held.keys():  # type: ignore[arg-type]
+                if type(held[name]) in (int, float):
+                    found[f"{path}.{name}"] = (functools.partial(held.get, name), functools.partial(_put, held, name))
+        if depth < _DEEP:
+            stack += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value, held)]
+    return found
+
+
+def _put(held: dict[str, Any], name: str, value: Any) -> None:
+    held[name] = value
+
+
+def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what lies in a value that is not too wide, with what is added to its path."""
+    if isinstance(value, list | tuple) and len(value) <= _WIDE:
+        yield from ((f"[{at}]", part) for at, part in enumerate(value))
+    elif isinstance(value, dict) and len(value) <= _WIDE:
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(held, dict):
+        yield from ((f".{name}", part) for name, part in held.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def counts_of(kind: Any) -> frozenset[str]:
+    """Returns the attributes to which the methods of a class add: `self.seen += 1`, `self.seen = self.seen + 1`."""
+    if kind.__module__.partition(".")[0] in ("torch", "torchvision", "numpy", "builtins"):
+        return frozenset()
+    found = set[str]()
+    for each in kind.__mro__:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(each))) if each is not object else ast.Module([], [])
+        except (OSError, TypeError, SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AugAssign):
+                found |= _own([node.target])
+            elif isinstance(node, ast.Assign):
+                found |= _own(node.targets) & _own(list(ast.walk(node.value)))
+    return frozenset(found)
+
+
+def _own(nodes: Sequence[ast.AST]) -> set[str]:
+    """Returns the attributes of `self` among nodes."""
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
