@@ -86,7 +86,7 @@ def test_broken_groups_are_no_failure_while_a_rank_that_was_killed_dies() -> Non
     agent._worker_slots, agent._serial, agent._signs = lambda: [survivor, hung], 0, lambda _: {}
     agent._round = SimpleNamespace(wanted=lambda _: False, somebody_ends=lambda _: False, size=1)
     agent._current, agent._unfit, agent._node = SimpleNamespace(number=1), "", "n"
-    agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(global_rank=0)])
+    agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in range(2)])
     agent._cannot_run_twice, agent._readings = lambda _: False, list
     agent._cases, agent._act = SimpleNamespace(judge=lambda *_: None), lambda _, fact: fact
     said = [agent._look_at_groups(1000.0 + waited_s, {}) for waited_s in (5.0, 30.0, DIES_S + 1.0)]
@@ -94,6 +94,8 @@ def test_broken_groups_are_no_failure_while_a_rank_that_was_killed_dies() -> Non
     assert "no process died" in str(said[2]), "a process that the kernel does not let die holds nobody for ever"
     lives.poll = lambda: -9
     assert "no process died" in str(agent._look_at_groups(1005.0, {}))
+    hung.status = WorkerStatus.FINISHED
+    assert "and rank 1 had finished" in str(agent._look_at_groups(1005.0, {}))
     lives.is_untold = lambda: True
     assert agent._look_at_groups(1000.0 + 2 * DIES_S, {}) is None, "nobody can be replaced before the fork server tells"
 

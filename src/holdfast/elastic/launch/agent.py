@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
+from holdfast.base.terminal import some_of
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import heartbeat_page
 from holdfast.core.elastic.escalation import Failure, Fault, RecoveryAction, RecoveryDecision
@@ -535,9 +536,12 @@ class Agent(RendezvousAgent):
             self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
             return None
         rank = self._rank_of(first)
+        slots = [slot for slot in self._worker_slots() if slot.status is WorkerStatus.FINISHED]
+        ended = [f"rank {self._rank_of(slot)}" for slot in slots if slot.proc.poll() is not None]
+        why = f"{some_of(ended, 8)} had finished" if ended else "no process died"
         failure = Failure(Fault.GROUPS, first_error=f"rank {rank}: {first.error}", node=self._node)
-        answer = self._cases.judge(failure, now, self._readings())
-        return self._act(answer, f"groups broke, and no process died: {first.error[:200]}")
+        answer = self._cases.judge(failure, now, self._readings(), {"found_by": why} if ended else None)
+        return self._act(answer, f"groups broke, and {why}: {first.error[:200]}")
 
     def _signs(self, silent: Mapping[int, float]) -> dict[int, NodeFacts]:
         """Return what is known of the nodes that are silent or proven gone."""
