@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import random
@@ -18,6 +19,11 @@ from holdfast.adapters.lightning.data_attributes import DataAttributes
 from holdfast.adapters.lightning.plain_loaders import PlainLoaders
 
 ROWS = 12
+
+
+class Phase(enum.Enum):
+    EASY = 1
+    HARD = 2
 
 
 class Counts(Sampler[int]):
@@ -197,6 +203,30 @@ def test_an_order_that_a_dataset_changes_is_told_of_once(order: Any) -> None:
     order[0] = 5
     assert attributes.state_dict() == attributes.state_dict() == {}
     assert told == ["dataset.order"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (0.0, np.float32(0.5)),
+        (np.float64(1), np.float64(2)),
+        (np.int64(1), np.int64(2)),
+        (torch.tensor(1.0), torch.tensor(2.0)),
+        (np.array(1), np.array(2)),
+        (Phase.EASY, Phase.HARD),
+    ],
+    ids=str,
+)
+def test_a_single_number_that_is_none_of_pythons_is_told_of_once(first: Any, then: Any) -> None:
+    """`self.mean = 0.9 * self.mean + 0.1 * row.mean()`."""
+    told: list[str] = []
+    dataset: Any = Draws()
+    dataset.mean = first
+    attributes = DataAttributes(DataLoader(dataset), set(), told.append)
+    assert attributes.state_dict() == {}
+    dataset.mean = then
+    assert attributes.state_dict() == attributes.state_dict() == {}
+    assert told == ["dataset.mean"]
 
 
 def test_what_lightning_tells_the_epoch_and_what_is_no_data_is_passed_by() -> None:

@@ -212,6 +212,7 @@ def test_an_epoch_that_goes_on_is_as_long_as_when_it_began(limits: list[int], ex
     trainer = place._trainer = SimpleNamespace(val_check_interval=0.5)
     place._fit = SimpleNamespace(_combined_loader=None, _data_fetcher=None, trainer=trainer)
     place.made = SimpleNamespace(set_up=lambda make: make())
+    place._plain = counted()
     place._within, place._lengths = True, {"limits": [10], "max_batches": 10, "length": 6}
     place.set_up(set_up)
     found = (place._fit.max_batches, trainer.val_check_batch, place._fit._data_fetcher.length)
@@ -219,3 +220,35 @@ def test_an_epoch_that_goes_on_is_as_long_as_when_it_began(limits: list[int], ex
     place._fit.max_batches = 8
     place.set_up(lambda: None)
     assert place._fit.max_batches == 8, "loaders were there already"
+
+
+def test_what_a_hook_of_the_start_sets_anew_is_as_the_epoch_had_it() -> None:
+    """And a batch that Lightning has fetched ahead stays fetched."""
+
+    class Goes(IterableDataset[Any]):
+        def __init__(self) -> None:
+            self.at, self.scale = 0, 1
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(ROWS):
+                self.at += 1
+                yield self.at * self.scale
+
+    loader = DataLoader(Goes(), batch_size=None)
+    place: Any = Place.__new__(Place)
+    combined = SimpleNamespace(limits=[None])
+    place._fit = SimpleNamespace(_combined_loader=None, _data_fetcher=None)
+    place._plain, place._within, place._lengths, place._reloads = counted(loader), True, {}, None
+    place.made = SimpleNamespace(set_up=lambda make: make())
+    place._trainer, place._trained = SimpleNamespace(callbacks=()), SimpleNamespace(change=lambda: None)
+    iterator = iter(loader)
+
+    def set_up() -> None:
+        place._fit._combined_loader = combined
+        loader.dataset.at, loader.dataset.scale = 3, 2  # type: ignore[attr-defined]
+        assert next(iterator) == 8
+
+    place.set_up(set_up)
+    loader.dataset.scale = 1  # type: ignore[attr-defined]
+    place.run_starts()
+    assert next(iterator) == 10

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.adapters.lightning import Keeping
 from holdfast.adapters.lightning.unsaved_attributes import check_of
 
 
@@ -63,3 +64,18 @@ def test_what_no_checkpoint_has_is_told_of_once(
         for each in (model, callback, ours):
             each.step()
     assert [told in record.getMessage() for record in caplog.records] == [True] * bool(told)
+
+
+def test_what_changes_with_epochs_only_is_told_of_at_the_second(caplog: pytest.LogCaptureFixture) -> None:
+    """The steps of the first epoch are looked at, and the best value so far does not change in them."""
+    model, callback, keeping = Model(), Own(), Keeping("nowhere", {})
+    trainer = SimpleNamespace(lightning_module=model, callbacks=[callback])
+    keeping._fit = SimpleNamespace(epoch_loop=SimpleNamespace(global_step=0), trainer=trainer)
+    keeping._unsaved_by_epoch = check_of(trainer, None)
+    keeping._unsaved_by_epoch.look(model.parameters())
+    for told in (0, 1, 1):
+        with torch.no_grad():
+            model.layer.weight.add_(1)
+        callback.count += 1
+        keeping._epoch_ends(lambda: None)
+        assert sum("Own.count" in record.message for record in caplog.records) == told

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,10 +28,12 @@ from holdfast.checkpoint.job.slot_reservation import Reservation
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.restorer import Restorer
 from holdfast.checkpoint.save.durable_tracker import DurableTracker
-from holdfast.checkpoint.save.save_handle import never
+from holdfast.checkpoint.save.save_handle import SaveHandle, never
 from holdfast.cli.stored import versions as look
-from holdfast.core.model import Level, Version
+from holdfast.core.model import Level, Topology, Version
 from holdfast.core.versions.lineage import Lineage
+from holdfast.keeper.rpc import announcements
+from holdfast.keeper.rpc.announcements import PASSED_S, Announced
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.storage.version_store import open_storage
@@ -149,6 +152,44 @@ def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make:
     with pytest.raises(LevelNotReached, match="i000001-s0000000001 is durable, but not at /proc/no/such/place"):
         checkpointer.flush(DEADLINE_S)
     assert Version(1, 1) in versions(tmp_path / "job")
+
+
+def test_nobody_waits_for_a_version_whose_place_a_newer_one_took(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commit fails once, and a newer version is due before it is tried again."""
+    monkeypatch.setattr(announcements, "PASSED_S", 0.5)
+    trainee, told = Trainee(), Told()
+    checkpointer: Any = make(trainee, on_durable=told)
+    checkpointer.restore()
+    in_the_way = tmp_path / "job" / str(Version(1, 1)) / "manifest.json"
+    in_the_way.mkdir(parents=True)
+    trainee.train()
+    older = checkpointer.save(1, "durable")
+    announced = checkpointer._run.link.require().announced
+    eventually(lambda: any("is not durable" in alarm for alarm in announced.alarms))
+    trainee.train()
+    newer = checkpointer.save(2, "durable")
+    in_the_way.rmdir()
+    assert newer.wait(timeout_s=DEADLINE_S) is Level.DURABLE
+    if older.reached is not Level.DURABLE:  # it was not tried again first
+        with pytest.raises(LevelNotReached, match=f"{newer.version} is durable, and took its place"):
+            older.wait(timeout_s=DEADLINE_S)
+        with pytest.raises(LevelNotReached, match="took its place"):
+            checkpointer.flush(DEADLINE_S)
+        told.wait(2)
+        assert isinstance(dict(told.calls)[older.version], LevelNotReached)
+
+
+def test_what_became_durable_so_long_ago_that_it_is_forgotten_is_looked_up_in_storage() -> None:
+    announced = Announced(0, lambda: True)
+    announced._stored_s[Version(1, 9)] = time.monotonic() - 2 * PASSED_S
+    client = SimpleNamespace(announced=announced, alive=True)
+    handle = SaveHandle(
+        Version(1, 3), Level.DURABLE, link=SimpleNamespace(client=client, last_client=client),  # type: ignore[arg-type]
+        in_storage=lambda _: True, settle=lambda _: None, topology=Topology(("a",), (0,)), timeout_s=600.0,
+    )  # fmt: skip
+    assert handle.wait() is Level.DURABLE
 
 
 def test_flush_names_what_was_only_due_by_the_cadence_until_a_later_one_is_durable() -> None:

@@ -105,10 +105,16 @@ def test_what_nothing_wakes_is_ended_after_ten_cuts(
     assert (worker_eviction.STOPPED in caplog.text) == (number == signal.SIGSTOP)
 
 
-def test_what_computes_has_its_time(worker_slot_of: Callable[[str], WorkerSlot]) -> None:
-    killed = look(worker_slot_of(COMPUTES), 0, 70)
+def test_what_computes_has_its_time(
+    worker_slot_of: Callable[[str], WorkerSlot], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker_slot = worker_slot_of(COMPUTES)
+    killed = look(worker_slot, 0, 70)
     assert killed is not None
     assert worker_eviction.KILL_S <= killed < worker_eviction.KILL_S + 1
+    worker_slot.proc.killed = False  # type: ignore[attr-defined]
+    assert look(worker_slot, 62, 64) is None, "who does not die at once"
+    assert caplog.text.count("did not begin its order") == 1
 
 
 def test_only_cuts_in_a_row_count(worker_slot_of: Callable[[str], WorkerSlot]) -> None:

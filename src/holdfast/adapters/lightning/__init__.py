@@ -101,6 +101,7 @@ class Keeping:
         self._place: Place | None = None
         self._fit: Any = None
         self._unsaved: UnsavedStateCheck | None = None
+        self._unsaved_by_epoch: UnsavedStateCheck | None = None  # what changes with epochs only: the best value so far
         self._wrapped: list[str] = []
         self._last = -1
         self._sigterm: Any = None
@@ -153,7 +154,10 @@ class Keeping:
         if start > 0 and trainer.should_stop and place.is_over and not settings.is_restart():
             trainer.should_stop = False  # a new launch of a run that stopped early is to train
         handed.begin()
-        self._unsaved = check_of(trainer, own) if trainer.is_global_zero else None
+        if trainer.is_global_zero:
+            self._unsaved, self._unsaved_by_epoch = check_of(trainer, own), check_of(trainer, own)
+            self._unsaved_by_epoch.told = self._unsaved.told
+            self._unsaved_by_epoch.look(trainer.lightning_module.parameters())
         self._take_hold(trainer.fit_loop)
 
     def _later_than(self, trainer: Any, path: Any) -> Version | None:
@@ -234,6 +238,7 @@ class Keeping:
         if self._connector is not None:
             del self._connector._restore_modules_and_callbacks
         self._wrapped, self._fit, self._place, self._connector = [], None, None, None
+        self._unsaved = self._unsaved_by_epoch = None
 
     def _run(self, run: Callable[[], None]) -> None:
         """The fit loop; of a training that ended already only the end, which Lightning's own resume leaves out."""
@@ -306,6 +311,8 @@ class Keeping:
             self._place.epoch_ends()
         end()
         self._step()
+        if self._unsaved_by_epoch is not None:
+            self._unsaved_by_epoch.look(self._fit.trainer.lightning_module.parameters())
 
     def _step(self) -> None:
         """Count a step as over if the optimizer stepped since. Behind the last one others may write weights."""

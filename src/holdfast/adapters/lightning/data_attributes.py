@@ -4,14 +4,15 @@
     state = kept.state_dict()        # numbers, texts and generators that have changed since the loader was made
 
 A sampler that counts its epochs, a dataset with a generator of its own, a module's generator that a function of the data uses: nothing else
-knows of them, and a restart would make them anew. What never changes is left as the script made it. Lists and arrays are looked at
-only, at their first parts: one that changes is told of. So is an iterator, and what is made later than the loader and changes then.
+knows of them, and a restart would make them anew. What never changes is left as the script made it. Lists, arrays, tensors
+and numbers of NumPy are looked at only, at their first parts: one that changes is told of. So is an iterator, and what is made later than the loader and changes then.
 Objects that Lightning tells the epoch, modules, and all that belongs to a trainer are passed by.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import io
 import itertools
@@ -32,6 +33,8 @@ from holdfast.checkpoint.state.stateful import is_stateful
 
 _ROOTS = ("dataset", "sampler", "batch_sampler", "collate_fn")
 _ATOMS = (bool, int, float, str, NoneType)
+# Values that are told of when they change, and not kept.
+_TOLD = (complex, range, enum.Enum)
 _LISTS = (list, tuple, deque, set, frozenset)
 _MAX_DEPTH, _MAX_PARTS, _MAX_OBJECTS, _MAX_ALL = 8, 64, 16, 500
 # Of these packages an object belongs to the trainer or to the process, not to the data.
@@ -171,13 +174,15 @@ def held(
     if type(part) in _ATOMS:
         if holder is not None:
             yield name, (part, lambda value: holder.__setitem__(key, value))
+    elif isinstance(part, _TOLD):
+        yield name, (repr(part), None)
     elif (random := random_state(part)) is not None:
         yield name, (random[0](), random[1])
     elif isinstance(part, torch.Tensor):
-        if part.device.type == "cpu" and part.layout is torch.strided and part.ndim and part.numel():
+        if part.device.type == "cpu" and part.layout is torch.strided and part.numel():
             yield name, (f"{[*part.shape]} {_row(part).tolist()!r}", None)
-    elif (numpy := sys.modules.get("numpy")) is not None and isinstance(part, numpy.ndarray):
-        if part.dtype.kind in "biuf" and part.ndim and part.size:
+    elif (numpy := sys.modules.get("numpy")) is not None and isinstance(part, numpy.ndarray | numpy.generic):
+        if part.dtype.kind in "biuf" and part.size:
             yield name, (f"{[*part.shape]} {_row(part).tolist()!r}", None)
     elif isinstance(part, Iterator) and not isinstance(part, io.IOBase) and not is_own(type(part).__module__):
         yield name, (object(), None)  # goes on, and nobody can say where it is
@@ -186,8 +191,8 @@ def held(
 
 
 def _row(array: Any) -> Any:
-    """Returns the beginning of the first row, of which nothing has to be copied."""
-    return array[(0,) * (array.ndim - 1)][:_MAX_PARTS]
+    """Returns the beginning of the first row, of which nothing has to be copied; a single number as it is."""
+    return array[(0,) * (array.ndim - 1)][:_MAX_PARTS] if array.ndim else array
 
 
 def _is_data(value: Any, depth: int) -> bool:

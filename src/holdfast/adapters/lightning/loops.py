@@ -209,8 +209,11 @@ class Place:
         """
         is_first = self._fit._combined_loader is None
         self.made.set_up(set_up)
+        if not is_first or not self._within:
+            return
+        self._places = self._plain.behind()  # one batch may have been fetched ahead
         saved, now = self._lengths, self._lengths_now()
-        if not is_first or not self._within or saved.get("limits") != now.get("limits") or saved == now:
+        if saved.get("limits") != now.get("limits") or saved == now:
             return
         fit, trainer = self._fit, self._trainer
         fit.max_batches, fit._data_fetcher.length = saved["max_batches"], saved["length"]
@@ -221,7 +224,7 @@ class Place:
         fit = self._fit
         if fit._combined_loader is None or fit._data_fetcher is None:
             return {}
-        limits = list(fit._combined_loader.limits or ())
+        limits = list(getattr(fit._combined_loader, "limits", None) or ())
         return {"limits": limits, "max_batches": fit.max_batches, "length": fit._data_fetcher.length}
 
     def let_go(self) -> None:
@@ -269,8 +272,8 @@ class Place:
         a new scheduler does to the learning rate was done then.
         """
         self._trained.change()
-        # Nothing of the epoch before is left, or hooks have set anew what steps had changed since.
-        self._plain.begin_behind([place["own"] for place in self._places] if self._within else self._places)
+        # Nothing of the epoch before is left; or, within an epoch, hooks have set anew what steps had changed.
+        self._plain.begin_behind(self._places)
         trainer, self._begun_with = self._trainer, self._fit._combined_loader
         self._count_reloads()
         for callback in trainer.callbacks if self._within else ():

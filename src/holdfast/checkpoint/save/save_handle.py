@@ -212,8 +212,7 @@ class SaveHandle:
                     continue  # it may have died before it told
                 # Earlier than the end of this slice: the answer is final. So it is when all time is over.
                 if time.monotonic() < until or until >= deadline:
-                    alarms = _alarms(client)
-                    raise LevelNotReached(error.what + alarms, where=error.where, remedy=error.remedy) from error
+                    return self._end(wanted, error, client, deadline)
             reached, reason = client.announced.level(self.version)
             if wanted is Level.REPLICATED and self._topology.redundancy == NONE and reached is not Level.NONE:
                 raise LevelNotReached(  # of twins on several nodes it would have been heard with the level before
@@ -231,6 +230,13 @@ class SaveHandle:
                 self.version, wanted.name.lower(), time.monotonic() - started, reached.name.lower(), reason,
                 f"; writing {working}" if working else "", alarms,
             )  # fmt: skip
+
+    def _end(self, wanted: Level, error: LevelNotReached, client: KeeperClient, deadline: float) -> Level:
+        """Returns DURABLE if storage has it after all: a keeper forgets what it said long ago. Else the answer stands."""
+        left_s = deadline - time.monotonic()
+        if wanted is Level.DURABLE and left_s > 0 and self.is_stored(min(LOOK_S, left_s)):
+            return Level.DURABLE
+        raise LevelNotReached(error.what + _alarms(client), where=error.where, remedy=error.remedy) from error
 
 
 def _alarms(client: KeeperClient) -> str:

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # Versions whose level is remembered; callers ask about recent ones only.
 MAX_LEVELS = 128
 MAX_ALARMS = 64
+# A version that is not durable so long after a newer one became so is tried no more: the newer one took its place.
+PASSED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Announced:
         self._changed = threading.Condition()
         self._due: tuple[Version, VersionLevel] | None = None
         self._levels: OrderedDict[Version, VersionLevel] = OrderedDict()
+        self._stored_s: OrderedDict[Version, float] = OrderedDict()  # of durable versions, since when that is known
         self._alarms: OrderedDict[str, str] = OrderedDict()
         self._working: dict[str, messages.Working] = {}
         self._appointment_callbacks: list[Callable[[Appointment], None]] = []
@@ -108,15 +111,23 @@ class Announced:
             return max((version for version, known in self._levels.items() if known.reached), default=None)
 
     def superseded(self, version: Version) -> str:
-        """Return why nothing more of the incarnation of `version` becomes durable; empty as long as it may."""
+        """Return why `version` does not become durable any more; empty as long as it may, or if it is."""
         with self._changed:
-            return self._alarms.get(messages.superseded(version.incarnation), "")
+            return self._over(version)
+
+    def _over(self, version: Version) -> str:
+        if over := self._alarms.get(messages.superseded(version.incarnation)):
+            return over
+        passed_s = time.monotonic() - PASSED_S
+        newer = (stored for stored, since_s in self._stored_s.items() if stored > version and since_s <= passed_s)
+        stored = None if version in self._stored_s else next(newer, None)
+        return "" if stored is None else f"{stored} is durable, and took its place"
 
     def wait(self, version: Version, level: Level, timeout_s: float) -> Level:
         """Blocks until `version` reaches `level`; returns the level it has then.
 
         Raises:
-            LevelNotReached: it was abandoned, a newer incarnation forbids it, time is over, or the keeper is lost. Names the level reached.
+            LevelNotReached: it was abandoned, a newer incarnation forbids it, a newer version took its place, time is over, or the keeper is lost. Names the level reached.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -126,11 +137,11 @@ class Announced:
                 if level in known.reached or (level is Level.CAPTURED and known.reached):
                     return known.level
                 left = deadline - time.monotonic()
-                if level is Level.DURABLE and (over := self._alarms.get(messages.superseded(version.incarnation))):
+                if level is Level.DURABLE and (over := self._over(version)):
                     known = replace(known, reason=over, abandoned=True)
                 if known.abandoned or not self._alive() or left <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(min(left, PASSED_S))
         lost = "" if self._alive() else "; the keeper is lost"
         late = f"; waited {timeout_s:g} s" if left <= 0 and not known.abandoned else ""
         raise LevelNotReached(
@@ -168,8 +179,11 @@ class Announced:
             if news.due and (self._due is None or version >= self._due[0]):
                 self._due = version, news
             self._levels.move_to_end(version)
-            while len(self._levels) > MAX_LEVELS:
-                self._levels.popitem(last=False)
+            if Level.DURABLE in news.reached:
+                self._stored_s.setdefault(version, time.monotonic())
+            for known in (self._levels, self._stored_s):
+                while len(known) > MAX_LEVELS:
+                    known.popitem(last=False)
             self._changed.notify_all()
 
     def _told_of_work(self, message: messages.Working) -> None:

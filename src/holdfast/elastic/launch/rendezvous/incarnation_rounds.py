@@ -8,7 +8,7 @@ So every key that workers write belongs to one incarnation, and late writes of a
 Agents also leave a beat here every second, and in it whether all their ranks stand in collectives; what it means that one
 is silent, or that all stand, is `agent`'s and core.elastic.failure_detector' business.
 Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `version/<group rank>`,
-`keeper/<group rank>`, `node/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `spent/<group rank>`, `over`, `left`.
+`keeper/<group rank>`, `node/<name>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `spent/<group rank>`, `over`, `left`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Round:
             RoundAbandoned: somebody who met is gone, or did not say a word for long.
         """
         self._store.set(f"keeper/{self._rank}", self._keeper)
-        self._store.set(f"node/{self._rank}", self._node)
+        self._store.add(f"node/{self._node}", 1)
         self._store.set(f"ranks/{self._rank}", json.dumps(self._ranks))
         self._store.set(f"version/{self._rank}", self.version)
         self._store.set(f"recoveries/{self._rank}", str(recoveries))
@@ -146,7 +146,7 @@ class Round:
 
     def namesakes(self) -> int:
         """Return how many agents have the name of this node, once the round is open."""
-        return sum(self._store.get(f"node/{rank}").decode() == self._node for rank in range(self.size))
+        return self._store.add(f"node/{self._node}", 0)
 
     def ranks_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the agent of this group rank, once the round is open."""
