@@ -25,7 +25,7 @@ import sys
 import textwrap
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -319,11 +319,11 @@ class _Look:
             if isinstance(held, dict) and not isinstance(value, types.FunctionType):
                 self._holds(path, type(value), held)
             if depth < _DEEP:
-                for base, names in _meant(path, value):
-                    stack += [(f"{base}.{name}", part, depth + 1) for name, part in names.items()]
-                    self.numbers += [
-                        (f"{base}.{k}", names, k, part) for k, part in names.items() if type(part) in (int, float)
-                    ]
+                for base, where, names in _meant(path, value):
+                    meant = {name: where[name] for name in names if name in where}
+                    stack += [(f"{base}.{name}", part, depth + 1) for name, part in meant.items()]
+                    numbers = [name for name, part in meant.items() if type(part) in (int, float)]
+                    self.numbers += [(f"{base}.{name}", where, name, where[name]) for name in numbers]
                 stack += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value, held)]
             if isinstance(value, (*_LISTS, dict)) and len(value) > _WIDE:
                 self._is_long(path, value)
@@ -420,34 +420,19 @@ def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
             yield f".{name}", getattr(value, name, None)
 
 
-class _Names(Mapping[str, Any]):
-    """What names mean in a module, as far as a function uses them."""
-
-    def __init__(self, function: types.FunctionType) -> None:
-        self._all, self._names = function.__globals__, _names_in(function.__code__)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._all[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(name for name in self._names if name in self._all)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-def _meant(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields by path what an object reaches beside what lies in it: its class, and what names mean in functions of the user's."""
+def _meant(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any], Iterable[str]]]:
+    """Yields where names lie that an object reaches beside what lies in it, of its class and functions of the user's, and the names."""
     functions = [value] if isinstance(value, types.FunctionType) else []
     for kind in type(value).__mro__:
         if _is_users(kind):
             functions += [part for each in vars(kind).values() if isinstance(part := _bare(each), types.FunctionType)]
-            yield path, vars(kind)
+            yield path, vars(kind), list(vars(kind))
     for function in functions:
         if not is_installed(function.__code__.co_filename):
-            yield function.__module__, _Names(function)
+            yield function.__module__, function.__globals__, _names_in(function.__code__)
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            yield path, {name: found[0] for name, cell in cells if (found := _contents(cell))}
+            held = {name: found[0] for name, cell in cells if (found := _contents(cell))}
+            yield path, held, held
 
 
 def _bare(part: Any) -> Any:
