@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
 import multiprocessing
+import pickle
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -475,6 +477,19 @@ def test_an_iterator_that_nobody_holds_any_more_has_no_place(num_workers: int) -
     second = Life(make)
     restore(second.state, saved)
     assert [next(iter(second.loader)).tolist() for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_loader_hands_out_its_own_rows(copied: Callable[[Any], Any]) -> None:
+    life = Life(lambda: DataLoader(Loud(), batch_size=3))
+    next(iter(life.loader))
+    other = copied(life.loader)
+    other.dataset.loaded.clear()
+    assert len(list(other)) == 7
+    assert len(other.dataset.loaded) == len(ROWS)
+    assert len(life.loader.dataset.loaded) == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

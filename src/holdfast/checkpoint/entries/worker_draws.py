@@ -249,6 +249,17 @@ class _Noting:
     def _ends(self, things: dict[str, Any]) -> None:
         """Notes what has been drawn, behind a batch."""
         self._loaded += 1
+        try:
+            self._look_again(things)
+            drawn = {name: state for name, state in self._states().items() if state != self._seeded[name]}
+            if drawn != self._drawn[0]:
+                self._drawn = (drawn, value_codec.encode(drawn))
+        except Exception as error:  # noqa: BLE001 - the batch was loaded, and is handed out
+            self._drawn, self._words = ({}, b""), f"what its workers draw: {type(error).__name__}: {error}"
+        self._notes.write(self._number, self._loaded, self._drawn[1], self._words)
+
+    def _look_again(self, things: dict[str, Any]) -> None:
+        """Finds what changed in a way that nobody can note."""
         if (self._loaded <= _LOOKED_AT or not self._loaded & (self._loaded - 1)) and not self._words:
             for path, (read, _) in self.found(things).items():
                 if path not in self._kept or read() != self._kept[path][0]():  # another one took its place
@@ -256,12 +267,13 @@ class _Noting:
         for each in self._beside:
             self._leave_out(each)
         if not self._words:
-            changed = (path for path, held, name, was in self._numbers if held.get(name) != was)
+            now = ((path, held.get(name), was) for path, held, name, was in self._numbers)
+            changed = (
+                path
+                for path, number, was in now
+                if number is not was and (type(number) is not type(was) or number != was)
+            )
             self._words = next((f"{path!r}, which a worker changes" for path in changed), "")
-        drawn = {name: state for name, state in self._states().items() if state != self._seeded[name]}
-        if drawn != self._drawn[0]:
-            self._drawn = (drawn, value_codec.encode(drawn))
-        self._notes.write(self._number, self._loaded, self._drawn[1], self._words)
 
     def _leave_out(self, beside: _Beside) -> None:
         """Keeps counts no more beside which something changed that nobody keeps."""
@@ -421,7 +433,7 @@ def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _meant(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any], Iterable[str]]]:
-    """Yields where names lie that an object reaches beside what lies in it, of its class and functions of the user's, and the names."""
+    """Yields names that an object reaches beside what lies in it, through its class and functions of the user's: path, place, names."""
     functions = [value] if isinstance(value, types.FunctionType) else []
     for kind in type(value).__mro__:
         if _is_users(kind):

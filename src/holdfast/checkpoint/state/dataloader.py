@@ -158,6 +158,10 @@ class LoaderPlace:
         self._told_left = False
         self._told = False  # of what workers keep and nobody notes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the loader has a place of its own."""
+        return LoaderPlace, (self.loader,)
+
     @property
     def loader(self) -> DataLoader[Any]:
         """Return the loader, which whoever goes over it holds."""
