@@ -356,7 +356,7 @@ class _Look:
 
 
 class _Beside:
-    """What else lies in an object that holds generators or counts.
+    """An object that holds generators or counts, and what else it holds.
 
     Args:
         path: of the object.
