@@ -418,6 +418,19 @@ def test_workers_that_begin_anew_are_told(
     assert said in caplog.text
 
 
+def test_nothing_holds_a_class_that_was_looked_at() -> None:
+    """A script that runs again in its process leaves its modules behind."""
+
+    class Passing(Drawing):
+        pass
+
+    assert "dataset.taken" in worker_draws.kept_in({"dataset": Passing()})
+    held = weakref.ref(Passing)
+    del Passing
+    gc.collect()
+    assert held() is None
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_count_beside_a_cache_begins_anew_with_it() -> None:
     first = Life(lambda: DataLoader(Caching(), batch_size=3, num_workers=1))

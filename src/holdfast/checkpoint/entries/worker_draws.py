@@ -24,6 +24,7 @@ import struct
 import sys
 import textwrap
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,6 +47,9 @@ _DEEP, _WIDE, _MANY = 8, 128, 4096
 _LEFT = (str, bytes, int, float, torch.Tensor, type, types.ModuleType)
 _LISTS = (list, tuple, deque)
 _HOLDERS = (*_LISTS, dict, set)
+
+# What was read of classes. Nothing here holds one: a script that runs again in its process has others.
+_COUNTS: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
 # By path: how something is read, and how it is set.
 Kept = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
@@ -436,7 +440,7 @@ def _meant(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any], Iter
     """Yields names that an object reaches beside what lies in it, through its class and functions of the user's: path, place, names."""
     functions = [value] if isinstance(value, types.FunctionType) else []
     for kind in type(value).__mro__:
-        if _is_users(kind):
+        if _is_of_users(kind.__module__):
             functions += [part for each in vars(kind).values() if isinstance(part := _bare(each), types.FunctionType)]
             yield path, vars(kind), list(vars(kind))
     for function in functions:
@@ -459,10 +463,9 @@ def _contents(cell: types.CellType) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_users(kind: type) -> bool:
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    return kind.__module__ == "__main__" or (file is not None and not is_installed(os.path.abspath(file)))
+def _is_of_users(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module == "__main__" or (file is not None and not is_installed(os.path.abspath(file)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -472,9 +475,14 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *within]))
 
 
-@functools.lru_cache(maxsize=1024)
-def counts_of(kind: Any) -> frozenset[str]:
+def counts_of(kind: type) -> frozenset[str]:
     """Returns the attributes to which the methods of a class add: `self.seen += 1`, `self.seen = self.seen + 1`."""
+    if kind not in _COUNTS:
+        _COUNTS[kind] = _read_counts(kind)
+    return _COUNTS[kind]
+
+
+def _read_counts(kind: type) -> frozenset[str]:
     if kind.__module__.partition(".")[0] in ("torch", "torchvision", "numpy", "builtins"):
         return frozenset()
     found = set[str]()
