@@ -330,6 +330,11 @@ class NodeLedger:
         """The newest version of this incarnation that is known to have reached `level`."""
         return max((version for version, local in self._versions.items() if level in local.reached), default=None)
 
+    def is_passed(self, version: Version) -> bool:
+        """Return whether it is not durable, and a newer version of this incarnation is."""
+        newest = self.newest(Level.DURABLE)
+        return newest is not None and version < newest and Level.DURABLE not in self.standing(version).reached
+
     def suspects(self) -> dict[Version, Suspicion]:
         """Versions whose twins differ."""
         return {version: local.suspicion for version, local in self._versions.items() if local.suspicion is not None}

@@ -265,7 +265,7 @@ class NodeState:
             if news.table:
                 ledger.tables.learn(told.layout, news.table)
             if told.kind in OF_WRITING:
-                self.callbacks.writing(told)
+                self._hear_of_writing(told)
                 return
             if told.kind is Kind.SENDING:
                 if ledger.awaits_copies(told.version):
@@ -292,6 +292,11 @@ class NodeState:
                 self.callbacks.writing(told)
             self.slot_pool.collect(self.guard.is_free)
             self.callbacks.changed()
+
+    def _hear_of_writing(self, told: Announcement) -> None:
+        self.callbacks.writing(told)
+        if told.kind is Kind.AT_WORK and self.need_ledger().is_passed(told.version):
+            self._publish(told.version)  # who waits for it would give it up
 
     def _captured(self, told: Announcement) -> None:
         bundles = self.need_ledger().bundles_of(told.version)
@@ -336,6 +341,13 @@ class NodeState:
                 self.callbacks.report(
                     Reports(parts=tuple(p for p in self.ledger.reports().parts if p.version == version))
                 )
+
+    def tries_again(self, version: Version) -> None:
+        """A write or commit here failed, and is made again. Said only where a newer version is durable: see Announced."""
+        with self.lock:
+            ledger = self.ledger
+            if ledger is not None and version.incarnation == ledger.incarnation and ledger.is_passed(version):
+                self.callbacks.report(Reports(at_work=(version,)))
 
     def appointed(self, message: Appointed) -> None:
         """The coordinator named a step."""

@@ -83,6 +83,11 @@ class _RetryState:
         orders, self._orders = tuple(self._orders.values()), {}
         return orders
 
+    @property
+    def pending(self) -> Version | None:
+        """Return what is tried again later; None if nothing is."""
+        return self._version if self._orders else None
+
     def succeeded(self) -> None:
         """Storage serves."""
         self._tries = 0
@@ -150,9 +155,11 @@ class Persister:
         now = time.monotonic()
         with self._state.lock:
             writing = self._writing
-            if writing is not None and now - self._told_s >= SIGN_S and now - self._moved_s <= self._allowance_s:
+            is_moving = writing is not None and now - self._moved_s <= self._allowance_s
+            version = writing.order.version if writing is not None and is_moving else self._again.pending
+            if version is not None and now - self._told_s >= SIGN_S:
                 self._told_s = now
-                self._failover.at_work(writing.order.version)
+                self._failover.at_work(version, again=not is_moving)
             for again in self._again.due() if not self._worker.stopping else ():
                 self._failover.again(again)
 
@@ -306,6 +313,7 @@ class Committer:
         self._retirement = RetentionRunner(events)
         self._again = _RetryState()
         self._superseded = ""  # the key of the alarm that a newer incarnation is registered
+        self._told_s = 0.0
 
     def put(self, job: CommitJob) -> bool:
         """Queues a commit. False if too many wait: the newest of those is tried again. Under the state's lock."""
@@ -333,7 +341,11 @@ class Committer:
 
     def tick(self) -> None:
         """Has this node's part reported again, if a commit failed and it is time: that is what orders it anew."""
+        now = time.monotonic()
         with self._state.lock:
+            if (version := self._again.pending) is not None and now - self._told_s >= SIGN_S:
+                self._told_s = now
+                self._state.tries_again(version)
             for order in self._again.due() if not self._worker.stopping else ():
                 self._state.repeat_part(order.version)
 
