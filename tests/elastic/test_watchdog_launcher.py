@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.elastic.escalation import Limits
+from holdfast.core.elastic.failure_detector import Kind, Verdict
 from holdfast.elastic.launch.agent import DIES_S, Agent
+from holdfast.elastic.launch.incident_tracker import IncidentTracker
 from holdfast.elastic.processes.worker_processes import KillReason, WorkerSlot, WorkerStatus
 from launch_kit import Job, wait_for
 
@@ -76,7 +79,7 @@ def test_a_stopped_rank_is_replaced_and_only_if_somebody_watches(
 
 def test_broken_groups_are_no_failure_while_a_rank_that_was_killed_dies() -> None:
     """On a busy machine that takes seconds: the survivors' errors come first, and would be taken for the cause."""
-    lives = SimpleNamespace(poll=lambda: None)
+    lives = SimpleNamespace(poll=lambda: None, is_untold=lambda: False)
     survivor = WorkerSlot(0, lives, None, -1, WorkerStatus.HOLDS, error="Connection reset by peer")  # type: ignore[arg-type]
     hung = WorkerSlot(1, lives, None, -1, WorkerStatus.RUNS, killed_for=KillReason.HANGS, killed_at=1000.0)  # type: ignore[arg-type]
     agent: Any = object.__new__(Agent)
@@ -91,6 +94,49 @@ def test_broken_groups_are_no_failure_while_a_rank_that_was_killed_dies() -> Non
     assert "no process died" in str(said[2]), "a process that the kernel does not let die holds nobody for ever"
     lives.poll = lambda: -9
     assert "no process died" in str(agent._look_at_groups(1005.0, {}))
+    lives.is_untold = lambda: True
+    assert agent._look_at_groups(1000.0 + 2 * DIES_S, {}) is None, "nobody can be replaced before the fork server tells"
+
+
+def test_ranks_that_hang_together_are_one_incident_and_the_cause_of_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second may die after the look at the first, and before the order of the next incarnation."""
+
+    def begin(local_rank: int, *_: object) -> None:
+        proc = SimpleNamespace(returncode=None, pid=-1)
+        proc.poll = lambda: proc.returncode
+        slots[local_rank] = WorkerSlot(local_rank, proc, None, -1, WorkerStatus.RUNS)  # type: ignore[arg-type]
+
+    slots: dict[int, WorkerSlot] = {}
+    for rank in range(3):
+        begin(rank)
+    agent: Any = object.__new__(Agent)
+    agent._workers = SimpleNamespace(worker_slots=slots, replace=begin)
+    agent._supply = SimpleNamespace(worked=lambda: None)
+    agent._round = SimpleNamespace(all_anew=str, propose=lambda *_, **__: None)
+    agent._current, agent._recoveries, agent._serial, agent._node = SimpleNamespace(number=1), 0, 0, "n"
+    agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(id=n, local_rank=n, global_rank=n) for n in slots])
+    agent._unfit, agent._mended_at, agent._watch, agent._cases = "", 0.0, None, IncidentTracker(Limits())
+    agent._failures, noted = {rank: SimpleNamespace(exitcode=-9) for rank in slots}, []
+    agent._hear, agent._give_order, agent._readings = lambda _: None, lambda _: None, list
+    agent._note_death = lambda slot: noted.append(slot.local_rank)
+    for rank in (1, 2):
+        slots[rank].verdict = Verdict(Kind.RESTART_RANK, (rank,), f"rank {rank} is stuck", ("it is stopped",))
+    slots[1].proc.returncode = -9
+    agent._look()
+    slots[2].proc.returncode = -9
+    agent._order_all()
+    case = agent._cases._case
+    assert (case.facts["ranks"], case.facts["first_error"], noted) == ([1, 2], "rank 1 is stuck", [1, 2])
+    agent._cases._case = None
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60.0)
+    slots[2].proc.returncode, slots[2].error = 1, "ValueError: a bug of the script"
+    agent._look()
+    facts = agent._cases._case.facts
+    assert (facts["ranks"], facts["first_error"]) == ([2], "ValueError: a bug of the script")
+    assert "stopped" not in facts["found_by"]
 
 
 def _continue(pid: int) -> None:

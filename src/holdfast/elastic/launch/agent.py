@@ -108,7 +108,6 @@ class Agent(RendezvousAgent):
         self._supply, self._program, self._num_spares = supply, program, num_spares
         self._watch = watch
         self._cases = IncidentTracker(rules.limits)
-        self._found: dict[int, Verdict] = {}
         self._node = socket.gethostname()
         self._interval_s = spec.monitor_interval
         if program is not None:
@@ -372,7 +371,7 @@ class Agent(RendezvousAgent):
             self._note_death(worker_slot)
         code = self._failures[first.local_rank].exitcode
         ranks = [self._rank_of(worker_slot) for worker_slot in dead]
-        found = self._found.pop(ranks[0], None)
+        found = first.verdict
         error = found.reason if found else first.error or self._why(code)
         by, after_s = ("; ".join(found.evidence), found.found_after_s) if found else (self._why(code), 0.0)
         facts = {"ranks": ranks, "nodes": [self._node], "found_by": by, "found_s": after_s}
@@ -406,13 +405,12 @@ class Agent(RendezvousAgent):
             )
 
     def _cannot_run_twice(self, worker_slot: WorkerSlot) -> bool:
-        rank = self._rank_of(worker_slot)
         return cannot_run_twice(
             again=worker_slot.again,
             num_steps=step_of(heartbeat_page.read(worker_slot.page)),
             ran_s=time.monotonic() - self._mended_at,
             code=worker_slot.code,
-            condemned=rank in self._found,
+            condemned=worker_slot.verdict is not None,
         )
 
     def _died(self, worker_slot: WorkerSlot) -> bool:
@@ -481,8 +479,9 @@ class Agent(RendezvousAgent):
         ):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
-                    self._found[rank] = verdict
-                    self._workers_of()[mine[rank]].kill(KillReason.HANGS)
+                    worker_slot = self._workers_of()[mine[rank]]
+                    worker_slot.verdict = verdict
+                    worker_slot.kill(KillReason.HANGS)
             if verdict.kind == "restart_all" or (verdict.ranks in nodes and verdict.kind == "replace_node"):
                 of_many = verdict
         if of_many is None or self._round.wanted(self._current.number + 1):
@@ -516,12 +515,17 @@ class Agent(RendezvousAgent):
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
         if any(
-            worker_slot.killed_for is KillReason.HANGS
-            and now - worker_slot.killed_at < DIES_S
-            and worker_slot.proc.poll() is None
+            worker_slot.proc.is_untold()
+            or (
+                worker_slot.killed_for is KillReason.HANGS
+                and now - worker_slot.killed_at < DIES_S
+                and worker_slot.proc.poll() is None
+            )
             for worker_slot in self._worker_slots()
         ):
-            return None  # so is this one: the process that hung was killed, and a busy machine takes its time with it
+            return (
+                None  # so is this one: a process has ended, or hung and was killed, and a busy machine takes its time
+            )
         first = min(holding, key=lambda worker_slot: worker_slot.since)
         if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None
@@ -622,6 +626,10 @@ class Agent(RendezvousAgent):
         assert self._round is not None
         before = {worker.id for worker in self._worker_group.workers}
         self._unfit = self._round.all_anew(self._unfit)
+        for worker_slot in self._worker_slots():
+            if self._died(worker_slot):  # since the last look: it belongs to the failure that the order is of
+                self._note_death(worker_slot)
+                self._cases.join([self._rank_of(worker_slot)])
         self._serial += 1  # incarnations are counted anew in every round, orders are not
         for worker in self._worker_group.workers:
             worker_slot = self._workers.worker_slots[worker.local_rank]

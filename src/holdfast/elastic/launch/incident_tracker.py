@@ -86,7 +86,7 @@ class IncidentTracker:
         facts = facts or {}
         ranks = facts.get("ranks", [failure.rank])
         if failure.fault is Fault.PROCESS and self._burst.joins(ranks, now):
-            self._join(ranks)
+            self.join(ranks)
             return RecoveryDecision(RecoveryAction.REPLACE, "it was hit by the failure before, and is part of it")
         self._burst.failed(ranks)
         newest = max(map(step_of, readings), default=-1)
@@ -98,13 +98,14 @@ class IncidentTracker:
         answer = self._ladder.failed(failure)
         told = {**facts, "first_error": failure.first_error, "action": answer.action.value, "why": answer.reason}
         if self._case is not None:  # a second failure during the recovery belongs to the same incident
-            self._join(facts.get("ranks", ()))
+            self.join(facts.get("ranks", ()))
             self._case.facts |= {"action": told["action"], "why": told["why"]}
         else:
             self._case = _OpenIncident(told, now, newest, max(map(_step_seconds, readings), default=0.0))
         return answer
 
-    def _join(self, ranks: Iterable[int]) -> None:
+    def join(self, ranks: Iterable[int]) -> None:
+        """Count these ranks to the failure whose case is open."""
         if self._case is not None:
             self._case.facts["ranks"] = list(dict.fromkeys([*self._case.facts.get("ranks", ()), *ranks]))
 

@@ -50,7 +50,7 @@ def enforce_deadlines(worker_slot: WorkerSlot, now: float, *, store_port: int, e
     overdue = worker_slot.status is WorkerStatus.ENDS and now - worker_slot.since > exit_grace_s
     if overdue and worker_slot.killed_for is not KillReason.OVERDUE:
         worker_slot.cut_off()
-    if worker_slot.status is not WorkerStatus.LEAVES or worker_slot.killed_for in (KillReason.STANDS, KillReason.LATE):
+    if worker_slot.status is not WorkerStatus.LEAVES or worker_slot.killed_for is not None:
         return  # the end of one that was killed may take a while, in which it does not look still
     if now - worker_slot.since > (KILL_S if worker_slot.began else START_S):
         logger.error("process %d did not begin its order within %.0f s", worker_slot.proc.pid, now - worker_slot.since)

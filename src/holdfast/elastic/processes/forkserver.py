@@ -89,6 +89,10 @@ class Child:
                 self.pidfd = -1
         return self.returncode
 
+    def is_untold(self) -> bool:
+        """Return whether it has ended, as the kernel says, and the fork server, which may import something, has not told how."""
+        return self.poll() is None and self.pidfd >= 0 and bool(readable([self.pidfd], 0.0))
+
     def wait(self, timeout: float | None = None) -> int:
         """Blocks until it ended.
 

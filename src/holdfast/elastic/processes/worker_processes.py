@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
 from holdfast.checkpoint.survivors import step_snapshot
+from holdfast.core.elastic.failure_detector import Verdict
 from holdfast.elastic.processes.forkserver import Child, ForkServer, NotForked, close_all
 from holdfast.elastic.watchdog.proc_stats import state
 from holdfast.elastic.worker.agent_channel import AgentChannel, pair
@@ -75,6 +76,7 @@ class WorkerSlot:
         announced_code: the exit code that it said it would end with, after an error of its own.
         again: it runs the script for the second time or more.
         killed_for: why it was killed from here; None if it was not. `killed_at`: when that was, monotonic.
+        verdict: the watchdog's, if it condemned the process.
         left: it has left the script of a run that is over, and clears up behind it.
         departs: it has finished the script, and its process ends without waiting for the others.
         last_words: messages that nobody had heard when its line was closed.
@@ -97,6 +99,7 @@ class WorkerSlot:
     again: bool = False
     killed_for: KillReason | None = None
     killed_at: float = 0.0
+    verdict: Verdict | None = None
     left: bool = False
     departs: bool = False
     last_words: list[dict[str, Any]] = field(default_factory=list)
