@@ -47,12 +47,14 @@ class Standing:
     Attributes:
         reached: its levels; a durable version need not be replicated.
         due: it was ordered into storage.
+        passed: it is not durable, and a newer version of the incarnation is.
     """
 
     reached: frozenset[Level]
     reason: str
     abandoned: bool
     due: bool
+    passed: bool = False
 
 
 @dataclass(slots=True)
@@ -324,16 +326,13 @@ class NodeLedger:
         local = self._versions.get(version)
         if local is None:
             return Standing(frozenset(), "unknown here", abandoned=False, due=False)
-        return Standing(local.reached, local.reason, local.abandoned, local.persist_told)
+        stored = self.newest(Level.DURABLE)
+        passed = stored is not None and version < stored and Level.DURABLE not in local.reached
+        return Standing(local.reached, local.reason, local.abandoned, local.persist_told, passed)
 
     def newest(self, level: Level) -> Version | None:
         """The newest version of this incarnation that is known to have reached `level`."""
         return max((version for version, local in self._versions.items() if level in local.reached), default=None)
-
-    def is_passed(self, version: Version) -> bool:
-        """Return whether it is not durable, and a newer version of this incarnation is."""
-        newest = self.newest(Level.DURABLE)
-        return newest is not None and version < newest and Level.DURABLE not in self.standing(version).reached
 
     def suspects(self) -> dict[Version, Suspicion]:
         """Versions whose twins differ."""

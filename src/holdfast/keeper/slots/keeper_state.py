@@ -295,7 +295,7 @@ class NodeState:
 
     def _hear_of_writing(self, told: Announcement) -> None:
         self.callbacks.writing(told)
-        if told.kind is Kind.AT_WORK and self.need_ledger().is_passed(told.version):
+        if told.kind is Kind.AT_WORK and self.need_ledger().standing(told.version).passed:
             self._publish(told.version)  # who waits for it would give it up
 
     def _captured(self, told: Announcement) -> None:
@@ -341,13 +341,6 @@ class NodeState:
                 self.callbacks.report(
                     Reports(parts=tuple(p for p in self.ledger.reports().parts if p.version == version))
                 )
-
-    def tries_again(self, version: Version) -> None:
-        """A write or commit here failed, and is made again. Said only where a newer version is durable: see Announced."""
-        with self.lock:
-            ledger = self.ledger
-            if ledger is not None and version.incarnation == ledger.incarnation and ledger.is_passed(version):
-                self.callbacks.report(Reports(at_work=(version,)))
 
     def appointed(self, message: Appointed) -> None:
         """The coordinator named a step."""

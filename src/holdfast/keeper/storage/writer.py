@@ -18,6 +18,7 @@ from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperErro
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.versions.coordinator_board import CommitOrder, PartReport
+from holdfast.core.versions.node_ledger import Reports
 from holdfast.core.versions.writer_failover import Order
 from holdfast.keeper.rpc.messages import Assembly, superseded
 from holdfast.keeper.slots.job_queue import Worker
@@ -98,6 +99,15 @@ class _RetryState:
             self._version, self._orders = None, {}
 
 
+def _tell_again(state: NodeState, version: Version | None) -> None:
+    """Tells that what failed is tried again, where a newer version is durable: who waits would give it up. Under the state's lock."""
+    ledger = state.ledger
+    if version is None or ledger is None or version.incarnation != ledger.incarnation:
+        return
+    if ledger.standing(version).passed:
+        state.callbacks.report(Reports(at_work=(version,)))
+
+
 class Persister:
     """Writes the parts that this node is ordered to write.
 
@@ -156,10 +166,12 @@ class Persister:
         with self._state.lock:
             writing = self._writing
             is_moving = writing is not None and now - self._moved_s <= self._allowance_s
-            version = writing.order.version if writing is not None and is_moving else self._again.pending
-            if version is not None and now - self._told_s >= SIGN_S:
+            if now - self._told_s >= SIGN_S:
                 self._told_s = now
-                self._failover.at_work(version, again=not is_moving)
+                if writing is not None and is_moving:
+                    self._failover.at_work(writing.order.version)
+                else:
+                    _tell_again(self._state, self._again.pending)
             for again in self._again.due() if not self._worker.stopping else ():
                 self._failover.again(again)
 
@@ -343,9 +355,9 @@ class Committer:
         """Has this node's part reported again, if a commit failed and it is time: that is what orders it anew."""
         now = time.monotonic()
         with self._state.lock:
-            if (version := self._again.pending) is not None and now - self._told_s >= SIGN_S:
+            if now - self._told_s >= SIGN_S:
                 self._told_s = now
-                self._state.tries_again(version)
+                _tell_again(self._state, self._again.pending)
             for order in self._again.due() if not self._worker.stopping else ():
                 self._state.repeat_part(order.version)
 

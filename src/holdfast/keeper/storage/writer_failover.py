@@ -121,12 +121,10 @@ class WriterFailover:
             self._watch.failed(order.version, state.node, indices, reason, time.monotonic())
             state.callbacks.report(Reports(failures=(WriteFailure(order.version, indices, reason[:1000], gone),)))
 
-    def at_work(self, version: Version, *, again: bool) -> None:
-        """This node is writing, or will `again`: a sign for those who watch it."""
+    def at_work(self, version: Version) -> None:
+        """This node is writing: a sign for those who watch it."""
         state = self._state
-        if again:
-            state.tries_again(version)
-        elif state.ledger is not None and version.incarnation == state.ledger.incarnation:
+        if state.ledger is not None and version.incarnation == state.ledger.incarnation:
             state.callbacks.report(Reports(at_work=(version,)))
 
     def done(self, writing: WriteAttempt) -> None:
