@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch.distributed import DistError, TCPStore
 
+from holdfast.elastic.launch.agent import Agent
 from holdfast.elastic.launch.rendezvous import incarnation_rounds
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import BEAT_S, Round, RoundAbandoned, RoundOver
-from holdfast.elastic.launch.rendezvous_agent import RendezvousAgent
 from sample_kit import MORE
 
 Make = Callable[[int], list[Round]]
@@ -188,12 +188,16 @@ def test_launchers_that_share_a_name_are_told_once(caplog: pytest.LogCaptureFixt
         for rank, store in enumerate(stores)
     ]
     opened(rounds, 0, 0, 0)
+    slot: Any = SimpleNamespace(order=1)
     for name, round_ in zip(names, rounds, strict=True):
-        agent: Any = object.__new__(RendezvousAgent)
+        agent: Any = object.__new__(Agent)
         agent._rules, agent._has_told_of_namesakes = SimpleNamespace(node=name), False
+        agent._num_namesakes, agent._watch, agent._jobs = round_.namesakes(), None, {}
         caplog.clear()
-        agent._tell_of_namesakes(round_)
-        agent._tell_of_namesakes(round_)
+        agent._note_state(slot, {"op": "started", "number": 1})
+        assert not caplog.records, "a script that saves nothing has nothing in memory to lose"
+        for number in (1, 2):
+            agent._note_state(slot, {"op": "works on", "number": number, "root": "/c", "job": "j"})
         told = [record.getMessage() for record in caplog.records]
         assert len(told) == (name == "host")
         assert all("2 launchers" in text and "node name, host:" in text and "--node-label" in text for text in told)

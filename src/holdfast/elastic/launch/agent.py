@@ -149,7 +149,7 @@ class Agent(RendezvousAgent):
         if meeting is not None:
             meeting.learn()
         self._rules.early.starts(group, self._round.keepers())
-        self._tell_of_namesakes(self._round)
+        self._num_namesakes = self._round.namesakes()
         self._recoveries = self._current.recoveries
         if self._workers is None:
             self._workers = self._pcontext = self._new_workers(worker_group)
@@ -333,6 +333,7 @@ class Agent(RendezvousAgent):
     def _note_state(self, worker_slot: WorkerSlot, message: Mapping[str, Any]) -> None:
         """Note what a worker tells of its job's state: whose it is, where it came back from, what is safe by now."""
         if message["op"] == "works on":
+            self._tell_of_namesakes()
             if self._watch is not None and message["root"] not in self._jobs:
                 self._watch.journal.works_on(message["root"])
             self._jobs[message["root"]] = message["job"]

@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.elastic.launch.agent_options import Rules
 from holdfast.elastic.launch.base_agent import BaseAgent
-from holdfast.elastic.launch.rendezvous.incarnation_rounds import Round, RoundAbandoned
+from holdfast.elastic.launch.rendezvous.incarnation_rounds import RoundAbandoned
 from holdfast.elastic.launch.rendezvous.node_lease import Identity
 from holdfast.elastic.launch.rendezvous.store_failover import LOST, MovingRendezvous
 
@@ -26,7 +26,7 @@ class RendezvousAgent(BaseAgent):
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, rules: Rules) -> None:
         super().__init__(spec, config, grace_s=rules.grace_s)
         self._rules = rules
-        self._has_told_of_namesakes = False
+        self._num_namesakes, self._has_told_of_namesakes = 1, False
         handler = spec.rdzv_handler
         self._meeting = handler if isinstance(handler, MovingRendezvous) else None
         store = getattr(handler, "_store", None)  # of the c10d rendezvous; it outlives the rounds
@@ -34,15 +34,16 @@ class RendezvousAgent(BaseAgent):
             Identity(store, rules.name, guard_s=rules.guard_s) if rules.name and store is not None else None
         )
 
-    def _tell_of_namesakes(self, round_: Round) -> None:
-        """Warn once that launchers with one name are one node, whose versions are in no other node's memory."""
-        number = round_.namesakes() if not self._has_told_of_namesakes else 1
-        if number > 1:
+    def _tell_of_namesakes(self) -> None:
+        """Warn once that launchers with one name are one node, whose versions are in no other node's memory. For a script
+        that makes versions.
+        """
+        if self._num_namesakes > 1 and not self._has_told_of_namesakes:
             self._has_told_of_namesakes = True
             logger.warning(
                 "%d launchers of this job have one node name, %s: they count as one node, and no version is kept in the"
                 " memory of another one. Give each a --node-label of its own",
-                number,
+                self._num_namesakes,
                 self._rules.node,
             )
 
