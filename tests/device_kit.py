@@ -61,6 +61,8 @@ def report(item: pytest.Item, following: pytest.Item | None) -> bool:
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for data in reports[item.nodeid]:
         told = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        if isinstance(told.longrepr, list):  # of a skipped test; JSON knows no tuple
+            told.longrepr = tuple(told.longrepr)
         item.ihook.pytest_runtest_logreport(report=told)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     item.session._setupstate.teardown_exact(following)  # what a test before this one left for its folder or file

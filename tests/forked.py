@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib.metadata
 import json
 import os
 import runpy
@@ -35,11 +36,13 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
+# To the standard output, whenever ranks connect; no later torch does.
+GLOO_PRINTS = importlib.metadata.version("torch").startswith("2.10.")
 MAX_REQUEST_BYTES = 1 << 20
 START_S = 90.0
 _PR_SET_PDEATHSIG = 1
@@ -196,7 +199,8 @@ def _plug(file: Any, standard: int, *, text: bool) -> tuple[IO[Any] | None, int]
     if file == subprocess.PIPE:
         read, write = os.pipe()
         ours, theirs, mode = (write, read, "w") if standard == 0 else (read, write, "r")
-        return os.fdopen(ours, mode if text else f"{mode}b", encoding="utf-8" if text else None), theirs
+        opened = os.fdopen(ours, mode if text else f"{mode}b", encoding="utf-8" if text else None)
+        return (_WithoutGloo(opened) if standard == 1 and GLOO_PRINTS else opened), theirs  # type: ignore[return-value]
     if file == subprocess.DEVNULL:
         return None, os.open(os.devnull, os.O_RDWR)
     if file is None:  # pytest may have put something else there than a descriptor says
@@ -204,6 +208,25 @@ def _plug(file: Any, standard: int, *, text: bool) -> tuple[IO[Any] | None, int]
     if not isinstance(file, int):
         file.flush()
     return None, _number(file) or 0
+
+
+class _WithoutGloo:
+    """The output of a worker without what gloo of torch 2.10 prints between its lines."""
+
+    def __init__(self, file: IO[Any]) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (line for line in self._file if not line.startswith(b"[Gloo]" if isinstance(line, bytes) else "[Gloo]"))
+
+    def readline(self) -> Any:
+        return next(iter(self), self._file.read(0))
+
+    def read(self) -> Any:
+        return self._file.read(0).join(self)
 
 
 class _ForkServer:

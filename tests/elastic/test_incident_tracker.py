@@ -91,6 +91,16 @@ def test_a_second_failure_belongs_to_the_same_incident() -> None:
     assert told["seconds"]["T1"] == 3.0
 
 
+def test_whose_process_was_replaced_at_an_earlier_order_of_an_incident_was_not_kept() -> None:
+    cases = IncidentTracker(Limits())
+    for time_s, rank, kept in ((0.0, 1, [0, 2]), (1.0, 2, [0, 1])):
+        cases.judge(died(rank), time_s, [page(9), page(9)], {"ranks": [rank]})
+        cases.ordered(time_s + 0.5, kept)
+    told = over(cases, 4.0, {rank: page(10) for rank in range(3)})
+    assert told is not None
+    assert (told["ranks"], told["kept"]) == ([1, 2], [0])
+
+
 def mended(cases: IncidentTracker, now: float, step: int) -> RecoveryAction:
     """A failure of rank 1 before `step` was finished, and its end without a new step."""
     action = cases.judge(died(1, step or -1), now, [page(step)], {}).action

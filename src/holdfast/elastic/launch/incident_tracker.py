@@ -120,7 +120,8 @@ class IncidentTracker:
         self._ordered_s = now
         self._burst.ordered(now, survivors=bool(kept))
         if self._case is not None:
-            self._case.facts["kept"] = kept
+            before = self._case.facts.get("kept", kept)  # at an order before: who was replaced then was not kept
+            self._case.facts["kept"] = [rank for rank in kept if rank in before]
             self._case.ordered_s, self._case.running_s, self._case.over_s = now, 0.0, 0.0
             self._case.restored.clear()
 
