@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import logging
 import multiprocessing
+import pickle
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -57,6 +60,51 @@ class Drawing(Dataset[torch.Tensor]):
         return row + self.own["python"].random() if index % (3 * self.often) == 0 else row  # type: ignore[attr-defined]
 
 
+class Narrow:
+    """A transform without a dictionary of attributes, and with a generator that only a method reaches."""
+
+    __slots__ = ("own",)
+
+    def __init__(self) -> None:
+        self.own = random.Random(4)
+
+    def blur(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(rows) + self.own.random()
+
+
+class Sequence(random.Random):
+    """A generator of a class of one's own."""
+
+
+OF_THE_MODULE = np.random.default_rng(5)
+
+
+class Reaching(Dataset[torch.Tensor]):
+    """Rows blurred by generators that are no attributes of it, and by a loader of its own."""
+
+    of_the_class = Sequence(6)
+
+    def __init__(self) -> None:
+        held = random.Random(7)
+        self.inner = DataLoader(TensorDataset(ROWS[:4]), batch_size=2, shuffle=True)
+        self.parts = [
+            lambda: 2 * held.random(),
+            functools.partial(lambda own: own.random(), random.Random(8)),
+            lambda: sum(batch[0][0].item() for batch in self.inner),
+        ]
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [part() for part in self.parts] + [self.of_the_class.random(), helped()]
+        return ROWS[index] + torch.tensor(drawn, dtype=torch.float64).sum()
+
+
+def helped() -> float:
+    return OF_THE_MODULE.random()
+
+
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from ROWS[torch.randperm(len(ROWS))]
@@ -103,6 +151,9 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "workers that draw now and then": lambda: DataLoader(
         Drawing(often=7), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True, worker_init_fn=seeded
     ),
+    "workers that draw elsewhere": lambda: DataLoader(
+        Reaching(), batch_size=3, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=Narrow().blur
+    ),
     "more workers than batches": lambda: DataLoader(
         Drawing(), batch_size=9, generator=own(), num_workers=5, persistent_workers=True
     ),
@@ -132,6 +183,7 @@ CASES += [
     (name, killed) for name in LOADERS if "draw" in name or "more" in name for killed in (1, 2, 3, 7, 8, 10, 13, 14, 21)
 ]
 DRAWN = [("workers that draw", 4), ("workers that draw and stay", 10), ("workers that draw now and then", 21)]
+DRAWN += [("workers that draw elsewhere", killed) for killed in (4, 8)]
 DRAWN += [("more workers than batches", killed) for killed in (2, 3)]
 
 
@@ -266,12 +318,90 @@ class Lazy(Drawing):
         return super().__getitem__(index) + self.made.random()
 
 
+class Late(Lazy):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) if index >= 15 else ROWS[index]
+
+
+class Replaced(Loud):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.worker = random.Random(1), -1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.worker < 0:
+            self.worker, self.own = 0, random.Random(2)
+        return super().__getitem__(index) + self.own.random()
+
+
+class Seeded(Loud):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.is_seeded = random.Random(1), False
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self.is_seeded:
+            self.own.seed(2)
+            self.is_seeded = True
+        return super().__getitem__(index) + self.own.random()
+
+
+class Summing(Loud):
+    """A number that becomes a tensor."""
+
+    def __init__(self) -> None:
+        self.total: Any = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.total = self.total + ROWS[:2]
+        return ROWS[index]
+
+
+class Caching(Loud):
+    """A count of what lies in a cache: a restart has the one no more than the other."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, float] = {}
+        self.size = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.cache[index] = 1.0
+        self.size += 1
+        while self.size > 2:
+            self.cache.pop(next(key for key in self.cache if key != index))
+            self.size -= 1
+        return ROWS[index]
+
+
+class Counting(Loud):
+    count = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        type(self).count += 1
+        return super().__getitem__(index)
+
+
+class Failing(Loud):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in {4, 13}:
+            raise ValueError("a row that cannot be read")
+        return super().__getitem__(index)
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
     ("of_save", "of_restore", "said"),
     [
         ({"num_workers": 2}, {"num_workers": 1}, "begin anew in them: they are 1, and were 2"),
+        ({"num_workers": 2}, {"num_workers": 0}, "begin anew in them: they are 0, and were 2"),
+        ({"num_workers": 0}, {"num_workers": 2}, "begin anew in them: the version does not have them"),
         ({"num_workers": 2, "dataset": Lazy()}, {"num_workers": 2}, "no version has 'dataset.made', which a worker makes"),
+        ({"num_workers": 1, "dataset": Late(), "batch_size": 2}, {"num_workers": 1}, "'dataset.made', which a worker makes"),
+        ({"num_workers": 2, "dataset": Replaced()}, {"num_workers": 2}, "'dataset.own', which a worker makes"),
+        ({"num_workers": 2, "dataset": Seeded()}, {"num_workers": 2}, "'dataset.is_seeded', which a worker changes"),
+        ({"num_workers": 2, "dataset": Summing()}, {"num_workers": 2}, "'dataset.total', which cannot be read"),
+        ({"num_workers": 2, "dataset": Caching()}, {"num_workers": 2}, "'dataset.cache', which a worker changes"),
+        ({"num_workers": 2, "dataset": Counting()}, {"num_workers": 2}, "'dataset.count', which a worker changes"),
     ],
 )  # fmt: skip
 def test_workers_that_begin_anew_are_told(
@@ -279,13 +409,130 @@ def test_workers_that_begin_anew_are_told(
 ) -> None:
     first = Life(lambda: DataLoader(**{"dataset": Drawing(), "batch_size": 3, **of_save}))
     steps = first.steps()
-    for _ in range(3):
+    for _ in range(8 if of_save.get("batch_size") else 3):
         next(steps)
     saved = save(first.state)
     second = Life(lambda: DataLoader(**{"dataset": Drawing(), "batch_size": 3, **of_restore}))
     restore(second.state, saved)
     next(second.steps())
     assert said in caplog.text
+
+
+def test_nothing_holds_a_class_that_was_looked_at() -> None:
+    """A script that runs again in its process leaves its modules behind."""
+
+    class Passing(Drawing):
+        pass
+
+    assert "dataset.taken" in worker_draws.kept_in({"dataset": Passing()})
+    held = weakref.ref(Passing)
+    del Passing
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_count_beside_a_cache_begins_anew_with_it() -> None:
+    first = Life(lambda: DataLoader(Caching(), batch_size=3, num_workers=1))
+    steps = first.steps()
+    next(steps)
+    saved = save(first.state)
+    expected = next(steps)
+    second = Life(lambda: DataLoader(Caching(), batch_size=3, num_workers=1))
+    restore(second.state, saved)
+    assert next(second.steps()) == expected
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("killed", [3, 5, 6])
+def test_a_batch_that_failed_was_had(killed: int, num_workers: int) -> None:
+    """A loop that catches the error goes on with the next one."""
+
+    def lived(life: Life) -> Iterator[list[float]]:
+        while True:
+            batches = iter(life.loader)
+            while True:
+                try:
+                    yield [*next(batches).tolist(), torch.rand(()).item()]
+                except ValueError:
+                    continue
+                except StopIteration:
+                    break
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Failing(), batch_size=2, num_workers=num_workers, shuffle=True)
+
+    first = Life(make)
+    steps = lived(first)
+    for _ in range(killed):
+        next(steps)
+    saved = save(first.state)
+    expected = [next(steps) for _ in range(9)]
+    second = Life(make)
+    restore(second.state, saved)
+    again = lived(second)
+    assert [next(again) for _ in range(9)] == expected
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterator_that_nobody_holds_any_more_has_no_place(num_workers: int) -> None:
+    """`next(iter(loader))` in each step takes the first batch of another order each time."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Loud(), batch_size=3, shuffle=True, num_workers=num_workers)
+
+    first = Life(make)
+    next(iter(first.loader))
+    saved = save(first.state)
+    expected = [next(iter(first.loader)).tolist() for _ in range(2)]
+    second = Life(make)
+    restore(second.state, saved)
+    assert [next(iter(second.loader)).tolist() for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_loader_hands_out_its_own_rows(copied: Callable[[Any], Any]) -> None:
+    life = Life(lambda: DataLoader(Loud(), batch_size=3))
+    next(iter(life.loader))
+    other = copied(life.loader)
+    other.dataset.loaded.clear()
+    assert len(list(other)) == 7
+    assert len(other.dataset.loaded) == len(ROWS)
+    assert len(life.loader.dataset.loaded) == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_loop_that_leaves_workers_that_stay_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    life = Life(lambda: DataLoader(Loud(), batch_size=3, num_workers=1, persistent_workers=True))
+    for _ in life.loader:
+        save(life.state)
+        break
+    assert not caplog.text
+    save(life.state)
+    assert "a loop has left an epoch of a loader whose workers stay" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_that_stay_and_cannot_say_what_they_draw_are_told_between_epochs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_draws, "why_not", lambda _: "they are not forked")
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Loud(), batch_size=3, num_workers=1, persistent_workers=True)
+
+    first = Life(make)
+    list(first.loader)
+    saved = save(first.state)
+    assert not caplog.text
+    second = Life(make)
+    restore(second.state, saved)
+    list(second.loader)
+    assert "begin anew in them: they are not forked" in caplog.text
 
 
 def test_workers_that_are_not_forked_or_have_no_order_cannot_say_what_they_draw() -> None:

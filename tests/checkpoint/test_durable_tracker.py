@@ -35,6 +35,7 @@ from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.rpc import announcements
 from holdfast.keeper.rpc.announcements import PASSED_S, Announced
 from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.messages import Progress
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually, start_hurtable
@@ -190,6 +191,20 @@ def test_what_became_durable_so_long_ago_that_it_is_forgotten_is_looked_up_in_st
         in_storage=lambda _: True, settle=lambda _: None, topology=Topology(("a",), (0,)), timeout_s=600.0,
     )  # fmt: skip
     assert handle.wait() is Level.DURABLE
+
+
+def test_a_version_is_waited_for_as_long_as_work_on_it_goes_on_behind_a_newer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(announcements, "PASSED_S", 0.3)
+    announced, older = Announced(0, lambda: True), Version(1, 3)
+    announced.take(Progress(version=Version(1, 4), reached=(Level.DURABLE,), reason="", abandoned=False))
+    for _ in range(6):
+        announced.take(Progress(version=older, reached=(Level.CAPTURED,), reason="", abandoned=False, due=True))
+        time.sleep(0.1)
+        assert not announced.superseded(older)
+    with pytest.raises(LevelNotReached, match="took its place"):
+        announced.wait(older, Level.DURABLE, DEADLINE_S)
 
 
 def test_flush_names_what_was_only_due_by_the_cadence_until_a_later_one_is_durable() -> None:

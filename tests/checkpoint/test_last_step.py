@@ -235,6 +235,25 @@ def test_where_the_last_save_is_given_up_the_one_before_is_durable_and_named(mak
     assert [version.step for version in stored(tmp_path)] == [0]
 
 
+def test_what_was_restored_from_memory_alone_is_named_where_the_last_save_is_given_up(
+    make: Make, tmp_path: Path
+) -> None:
+    """Storage takes nothing of an earlier incarnation."""
+    killed_behind_its_last_step(make)
+    trainee = Trainee()
+    checkpointer = make(trainee, every="0", durable_every="0", linger_s=20.0)
+    assert checkpointer.restore() == 3
+    trainee.train()
+    checkpointer.step(3)
+    trainee.loader.state_dict = lambda: {"position": object()}  # type: ignore[assignment,method-assign,dict-item,return-value]
+    with pytest.raises(LevelNotReached, match=r"i000001-s0000000002, which was restored, is in memory alone.* 20 s"):
+        checkpointer.close()
+    again = make(Trainee(), linger_s=1.0)
+    assert again.restore() == 3
+    again.close()
+    assert stored(tmp_path) == [Version(3, 2)]
+
+
 def test_a_step_number_is_saved_once(make: Make) -> None:
     """Epochs as step numbers: the second state would not be saved, though it was said to be."""
     trainee = Trainee()

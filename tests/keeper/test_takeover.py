@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,12 +12,15 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.base.events import Events
-from holdfast.core.model import BundleRef, Level, Version
+from holdfast.core.model import BundleRef, Level, Topology, Version
 from holdfast.core.versions import writer_failover
 from holdfast.core.versions.coordinator_board import Announcement, Kind, WriteFailure
 from holdfast.core.versions.node_ledger import Reports, Standing
 from holdfast.core.versions.slot_guard import SlotState
+from holdfast.keeper.coordination.coordinator import Coordinator
 from holdfast.keeper.observe.metrics import render
+from holdfast.keeper.rpc import announcements
+from holdfast.keeper.rpc.messages import Assembly
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.testing.checks.corrupt import damage_memory
@@ -139,6 +143,50 @@ def test_a_frozen_representative_is_succeeded_and_changes_nothing_when_it_wakes(
     assert before == {path: path.stat().st_mtime_ns for path in before}
     proven(rig, version)
     proven(rig, again)
+
+
+def test_nobody_gives_up_a_version_that_is_tried_again_behind_a_newer_one(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer one waited for storage already when the write failed, and is durable first."""
+    monkeypatch.setattr(announcements, "PASSED_S", 1.8)
+    rig, trainers = hurt_rig(make_rig, 2)
+    for node in (0, 1):
+        rig.hurt(node, "stall@persist")
+    older = save_all(trainers, 1, durable=True)
+    reached(trainers, older, Level.CAPTURED)
+    newer = save_all(trainers, 2, durable=True)
+    reached(trainers, newer, Level.CAPTURED)
+    in_the_way = rig.base / "ck" / str(older)
+    in_the_way.write_text("")
+    for node in (0, 1):
+        rig.hurt(node, "")
+    reached(trainers, newer, Level.DURABLE)
+    threading.Timer(2.5, in_the_way.unlink).start()
+    reached(trainers, older, Level.DURABLE)
+    proven(rig, older)
+
+
+def test_all_nodes_hear_that_work_goes_on_with_what_is_older_than_a_durable_version() -> None:
+    """And its ranks with them; of other work only those in line hear, who would take it over."""
+    told: dict[int, list[bytes]] = {node: [] for node in range(4)}
+    topology = Topology(tuple("abcd"), (0, 1, 2, 3))
+    coordinator = Coordinator(
+        SimpleNamespace(hear=lambda _: None), SimpleNamespace(), Assembly(1, "/ck", "job", topology, ())
+    )  # type: ignore[arg-type]
+    for node, bodies in told.items():
+        coordinator.join(node, SimpleNamespace(send_encoded=bodies.append))  # type: ignore[arg-type]
+
+    def heard(version: Version) -> int:
+        before = sum(map(len, told.values()))
+        coordinator._announce(Announcement(Kind.AT_WORK, version, "node 1 is writing", node=1))
+        return sum(map(len, told.values())) - before
+
+    assert heard(Version(1, 1)) == 0
+    coordinator._announce(Announcement(Kind.DURABLE, Version(1, 2), "the manifest is committed"))
+    assert heard(Version(1, 3)) == 0
+    assert heard(Version(1, 1)) == len(told)
+    assert heard(Version(1, 1)) == 0, "once in a second"
 
 
 @pytest.mark.parametrize(

@@ -511,7 +511,8 @@ class Checkpointer:
         If no step was made since a restore from memory, what was restored is made durable; if one was made and none was reported,
         the log says at level ERROR that storage has not what was restored, and the keeper stays.
         If another rank closes behind an earlier step, the newest version that all ranks have is made durable, and the log says so.
-        If this rank gives up the last save, the whole version before it is made durable, and the error names it.
+        If this rank gives up the last save, the whole version before it is made durable, and the error names it. If that is the
+        version that was restored, and memory alone has it, it stays there with the keeper, and the error says for how long.
 
         Copies to further places (`also_to`) are waited for until `close_timeout_s` is over (10 s after a SIGTERM or a stop file),
         and the log says how far they are.
@@ -1012,12 +1013,7 @@ class Checkpointer:
                     return last
                 known = run.link.client.announced.known(last.version) if run.link.client is not None else None
                 run.lower.stays_away(run)
-                if last.given_up and (whole := run.whole) is not None:
-                    try:
-                        older = self._wait_for(run, self._raise_level(run, whole, Level.DURABLE))
-                        found = f"what is durable is {older.version}"
-                    except LevelNotReached as lost:
-                        found = lost.what
+                if last.given_up and (found := self._what_stays(run)):
                     raise LevelNotReached(f"{error.what}; {found}", where=error.where, remedy=error.remedy) from error
                 if last.given_up or known is None or not known.abandoned:
                     raise
@@ -1027,6 +1023,18 @@ class Checkpointer:
                 last = self._raise_level(run, whole, Level.DURABLE)
             else:
                 return last
+
+    def _what_stays(self, run: Run) -> str:
+        """Makes the newest version that is whole durable; returns which that is, or what memory alone has. Empty if there is none."""
+        if (whole := run.whole) is not None:
+            try:
+                return f"what is durable is {self._wait_for(run, self._raise_level(run, whole, Level.DURABLE)).version}"
+            except LevelNotReached as lost:
+                return lost.what
+        if run.fleeting is None:
+            return ""
+        linger_s = self._config.linger_s  # storage takes no version of an earlier incarnation
+        return f"{run.fleeting.version}, which was restored, is in memory alone: start again within {linger_s:g} s to have it in storage"
 
     def _after_next_keeper(self, run: Run, last: SaveHandle) -> SaveHandle | None:
         """The keeper died while `last` was waited for: the next one has it from our slots, or it is saved again.

@@ -140,7 +140,7 @@ def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] 
     if isinstance(value, torch.Generator):
         return lambda: value.get_state().numpy().tobytes(), lambda state: _set_torch(value, state)
     if isinstance(value, random.Random):
-        if type(value) is not random.Random:
+        if type(value).getstate is not random.Random.getstate:  # of the system, or with more of its own
             return None
         return value.getstate, value.setstate
     numpy = sys.modules.get("numpy")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -154,7 +155,12 @@ class LoaderPlace:
             None  # what those of the run that saved had drawn; None: nobody takes it over
         )
         self._drawn: dict[str, Any] | None = None  # by the workers of the newest iterator, when it was asked last
+        self._told_left = False
         self._told = False  # of what workers keep and nobody notes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the loader has a place of its own."""
+        return LoaderPlace, (self.loader,)
 
     @property
     def loader(self) -> DataLoader[Any]:
@@ -166,14 +172,24 @@ class LoaderPlace:
     def state_dict(self) -> dict[str, Any]:
         """Batches that were had of the newest iterator, what it began with, and the generators of the sampler now.
 
-        No iterator, or one that has ended: nothing was had.
+        No iterator, or one that has ended or that nobody holds any more: nothing was had.
         """
         if self._saved:  # restored, and no iterator was made since
             return self._saved
+        newest = self._newest() if self._newest is not None else None
+        if newest is None and self._newest is not None:  # a loop has left it for good: the next one begins anew
+            self._had, self._order, self._began = 0, "", {}
+        kept = [_Counted(self)]  # what holds it and a name, as where only the loader holds one whose workers stay
+        alone = kept[0]
+        if (
+            self._had
+            and newest is vars(self.loader).get("_iterator")
+            and sys.getrefcount(newest) <= sys.getrefcount(alone)
+        ):
+            self._tell_left()
         place = {"had": self._had, "order": self._order, "began": self._began, "own": self._own()}
         if self._stays:
             place |= {"again": self._again, "stays": self._stays}
-        newest = self._newest() if self._newest is not None else None
         if newest is not None:
             self._drawn = newest.workers()
         workers = self._workers or self._drawn
@@ -296,15 +312,18 @@ class LoaderPlace:
         """Returns an iterator of torch's, whose workers go on with what those of the run that saved had drawn."""
         loader = self.loader
         count = loader.num_workers
-        if not count or self.loads_again or isinstance(loader.dataset, IterableDataset):
+        if self.loads_again or isinstance(loader.dataset, IterableDataset) or not (count or begun):
             return self._make(loader)
-        why = worker_draws.why_not(loader)
+        why = worker_draws.why_not(loader) if count else ""
         if begun is not None and len(begun["states"]) != count:
             why = why or f"they are {count}, and were {len(begun['states'])}"
-        if why and (skipped or begun is not None):
+        if begun is None and (skipped or self._again):
+            why = why or "the version does not have them"
+        if why and (skipped or self._again or begun is not None):
             logger.warning("random numbers that the loader's workers draw begin anew in them: %s", why)
-        if why:
+        if not count or worker_draws.why_not(loader):
             return self._make(loader)
+        begun = None if why else begun
         loader.check_worker_number_rationality()
         return worker_draws.NotedIterator(loader, begun, skipped % count)
 
@@ -315,6 +334,13 @@ class LoaderPlace:
         if words and not self._told:
             self._told = True
             logger.warning("of a loader's workers no version has %s: a restart within an epoch begins it anew", words)
+
+    def _tell_left(self) -> None:
+        if not self._told_left:
+            self._told_left = True
+            logger.warning(
+                "a loop has left an epoch of a loader whose workers stay: a restart there is given the rest of it"
+            )
 
     def _go_back(self, began: dict[str, Any]) -> None:
         """All generators are as they were when an iterator began."""
@@ -384,10 +410,17 @@ class _Counted:
         return self
 
     def __next__(self) -> Any:
+        before = getattr(self._inner, "_rcvd_idx", None)
         try:
             batch = next(self._items)
         except StopIteration:
             self._place.ended(self)
+            raise
+        except (
+            Exception
+        ):  # of the dataset: a loop that goes on is given the next batch; one that waited too long the same
+            if self._indices and (before is None or self._inner._rcvd_idx > before):
+                self._place.handed(self, self._indices.popleft())
             raise
         self._place.handed(self, self._indices.popleft() if self._indices else None)
         return batch

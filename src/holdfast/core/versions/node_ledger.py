@@ -47,12 +47,14 @@ class Standing:
     Attributes:
         reached: its levels; a durable version need not be replicated.
         due: it was ordered into storage.
+        passed: it is not durable, and a newer version of the incarnation is.
     """
 
     reached: frozenset[Level]
     reason: str
     abandoned: bool
     due: bool
+    passed: bool = False
 
 
 @dataclass(slots=True)
@@ -324,7 +326,9 @@ class NodeLedger:
         local = self._versions.get(version)
         if local is None:
             return Standing(frozenset(), "unknown here", abandoned=False, due=False)
-        return Standing(local.reached, local.reason, local.abandoned, local.persist_told)
+        stored = self.newest(Level.DURABLE)
+        passed = stored is not None and version < stored and Level.DURABLE not in local.reached
+        return Standing(local.reached, local.reason, local.abandoned, local.persist_told, passed)
 
     def newest(self, level: Level) -> Version | None:
         """The newest version of this incarnation that is known to have reached `level`."""

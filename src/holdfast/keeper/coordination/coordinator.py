@@ -18,6 +18,7 @@ from holdfast.core.model import Version
 from holdfast.core.scheduling.step_agreement import Diary, Proposal
 from holdfast.core.versions.coordinator_board import FLEETING, Action, Announcement, Board, CommitOrder, Kind
 from holdfast.core.versions.node_ledger import Reports
+from holdfast.core.versions.writer_failover import MAX_WATCHED
 from holdfast.keeper.rpc.messages import Appointed, Assembly, News, encode, pack
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.keeper_state import NodeState
@@ -53,6 +54,8 @@ class Coordinator:
         self._table = ("", msgspec.Raw())  # of the layout that was announced last, encoded
         self._newest: Version | None = None  # captured
         self._sent: tuple[Version | None, float] = (None, 0.0)  # that was last said to be on its way, and when
+        self._stored: Version | None = None  # the newest durable one
+        self._passed_s: OrderedDict[Version, float] = OrderedDict()  # older ones, and when all heard of work on them
         self._absent: set[int] = set()
         self._changed_s = time.monotonic()
 
@@ -140,6 +143,8 @@ class Coordinator:
         self._history[announcement.version, announcement.kind, announcement.node] = announcement
         if announcement.kind is Kind.CAPTURED:
             self._newest = max(self._newest or announcement.version, announcement.version)
+        if announcement.kind is Kind.DURABLE:
+            self._stored = max(self._stored or announcement.version, announcement.version)
         while len(self._history) > MAX_HISTORY:
             # The newest captured version stays, however many were given up since: it is what frees slots.
             key = next(key for key in self._history if key[0] != self._newest)
@@ -153,13 +158,16 @@ class Coordinator:
                 self._carry_out(self._board.lost(node))
 
     def _pass_on(self, announcement: Announcement) -> None:
-        """Pass on to those in the same lines, or of what is sent to all, once in a second; nobody is told later."""
+        """Pass on to those in the same lines, or of what is sent to all, once in a second; nobody is told later.
+
+        All hear that work goes on with a version that is older than a durable one: else they would wait for it no more.
+        """
         version, concerned = announcement.version, frozenset(self._followers)
         if announcement.kind is Kind.SENDING:
             if self._sent[0] == version and time.monotonic() - self._sent[1] < SIGN_EVERY_S:
                 return
             self._sent = version, time.monotonic()
-        else:
+        elif announcement.kind is not Kind.AT_WORK or not self._is_told_to_all(version):
             concerned = self._board.in_line_with(version, announcement.node)
         news = self._news(announcement, with_table=False)
         body = encode(news)
@@ -167,6 +175,16 @@ class Coordinator:
             if node in concerned:
                 follower.connection.send_encoded(body)
         self._state.hear(news)
+
+    def _is_told_to_all(self, version: Version) -> bool:
+        if self._stored is None or version > self._stored:
+            return False
+        if time.monotonic() - self._passed_s.get(version, 0.0) < SIGN_EVERY_S:
+            return False
+        self._passed_s[version] = time.monotonic()
+        while len(self._passed_s) > MAX_WATCHED:
+            self._passed_s.popitem(last=False)
+        return True
 
     def _tell(self, follower: _Follower, announcement: Announcement, bodies: dict[bool, bytes]) -> None:
         """`bodies`: the message with its table and without, as far as somebody was told."""

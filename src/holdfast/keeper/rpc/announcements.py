@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 # Versions whose level is remembered; callers ask about recent ones only.
 MAX_LEVELS = 128
 MAX_ALARMS = 64
-# A version that is not durable so long after a newer one became so is tried no more: the newer one took its place.
+# A version that is not durable so long after a newer one became so, and of which no keeper said as long that it is being written or
+# will be again, is tried no more: the newer one took its place.
 PASSED_S = 5.0
 
 
@@ -63,6 +64,7 @@ class Announced:
         self._due: tuple[Version, VersionLevel] | None = None
         self._levels: OrderedDict[Version, VersionLevel] = OrderedDict()
         self._stored_s: OrderedDict[Version, float] = OrderedDict()  # of durable versions, since when that is known
+        self._told_s: OrderedDict[Version, float] = OrderedDict()  # when something was said of a version
         self._alarms: OrderedDict[str, str] = OrderedDict()
         self._working: dict[str, messages.Working] = {}
         self._appointment_callbacks: list[Callable[[Appointment], None]] = []
@@ -119,6 +121,8 @@ class Announced:
         if over := self._alarms.get(messages.superseded(version.incarnation)):
             return over
         passed_s = time.monotonic() - PASSED_S
+        if self._told_s.get(version, passed_s) > passed_s:
+            return ""
         newer = (stored for stored, since_s in self._stored_s.items() if stored > version and since_s <= passed_s)
         stored = None if version in self._stored_s else next(newer, None)
         return "" if stored is None else f"{stored} is durable, and took its place"
@@ -181,7 +185,9 @@ class Announced:
             self._levels.move_to_end(version)
             if Level.DURABLE in news.reached:
                 self._stored_s.setdefault(version, time.monotonic())
-            for known in (self._levels, self._stored_s):
+            self._told_s[version] = time.monotonic()
+            self._told_s.move_to_end(version)
+            for known in (self._levels, self._stored_s, self._told_s):
                 while len(known) > MAX_LEVELS:
                     known.popitem(last=False)
             self._changed.notify_all()

@@ -265,7 +265,7 @@ class NodeState:
             if news.table:
                 ledger.tables.learn(told.layout, news.table)
             if told.kind in OF_WRITING:
-                self.callbacks.writing(told)
+                self._hear_of_writing(told)
                 return
             if told.kind is Kind.SENDING:
                 if ledger.awaits_copies(told.version):
@@ -292,6 +292,11 @@ class NodeState:
                 self.callbacks.writing(told)
             self.slot_pool.collect(self.guard.is_free)
             self.callbacks.changed()
+
+    def _hear_of_writing(self, told: Announcement) -> None:
+        self.callbacks.writing(told)
+        if told.kind is Kind.AT_WORK and self.need_ledger().standing(told.version).passed:
+            self._publish(told.version)  # who waits for it would give it up
 
     def _captured(self, told: Announcement) -> None:
         bundles = self.need_ledger().bundles_of(told.version)

@@ -18,6 +18,7 @@ from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperErro
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.versions.coordinator_board import CommitOrder, PartReport
+from holdfast.core.versions.node_ledger import Reports
 from holdfast.core.versions.writer_failover import Order
 from holdfast.keeper.rpc.messages import Assembly, superseded
 from holdfast.keeper.slots.job_queue import Worker
@@ -83,6 +84,11 @@ class _RetryState:
         orders, self._orders = tuple(self._orders.values()), {}
         return orders
 
+    @property
+    def pending(self) -> Version | None:
+        """Return what is tried again later; None if nothing is."""
+        return self._version if self._orders else None
+
     def succeeded(self) -> None:
         """Storage serves."""
         self._tries = 0
@@ -91,6 +97,15 @@ class _RetryState:
         """Something newer takes its place; everything goes if nothing is named."""
         if before is None or (self._version is not None and self._version < before):
             self._version, self._orders = None, {}
+
+
+def _tell_again(state: NodeState, version: Version | None) -> None:
+    """Tells that what failed is tried again, where a newer version is durable: who waits would give it up. Under the state's lock."""
+    ledger = state.ledger
+    if version is None or ledger is None or version.incarnation != ledger.incarnation:
+        return
+    if ledger.standing(version).passed:
+        state.callbacks.report(Reports(at_work=(version,)))
 
 
 class Persister:
@@ -150,9 +165,13 @@ class Persister:
         now = time.monotonic()
         with self._state.lock:
             writing = self._writing
-            if writing is not None and now - self._told_s >= SIGN_S and now - self._moved_s <= self._allowance_s:
+            is_moving = writing is not None and now - self._moved_s <= self._allowance_s
+            if now - self._told_s >= SIGN_S:
                 self._told_s = now
-                self._failover.at_work(writing.order.version)
+                if writing is not None and is_moving:
+                    self._failover.at_work(writing.order.version)
+                else:
+                    _tell_again(self._state, self._again.pending)
             for again in self._again.due() if not self._worker.stopping else ():
                 self._failover.again(again)
 
@@ -306,6 +325,7 @@ class Committer:
         self._retirement = RetentionRunner(events)
         self._again = _RetryState()
         self._superseded = ""  # the key of the alarm that a newer incarnation is registered
+        self._told_s = 0.0
 
     def put(self, job: CommitJob) -> bool:
         """Queues a commit. False if too many wait: the newest of those is tried again. Under the state's lock."""
@@ -333,7 +353,11 @@ class Committer:
 
     def tick(self) -> None:
         """Has this node's part reported again, if a commit failed and it is time: that is what orders it anew."""
+        now = time.monotonic()
         with self._state.lock:
+            if now - self._told_s >= SIGN_S:
+                self._told_s = now
+                _tell_again(self._state, self._again.pending)
             for order in self._again.due() if not self._worker.stopping else ():
                 self._state.repeat_part(order.version)
 
