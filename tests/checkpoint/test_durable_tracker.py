@@ -193,6 +193,32 @@ def test_what_became_durable_so_long_ago_that_it_is_forgotten_is_looked_up_in_st
     assert handle.wait() is Level.DURABLE
 
 
+def test_what_became_durable_while_a_callback_ran_for_long_is_told_as_durable() -> None:
+    """So many versions later the keeper's word of it is forgotten."""
+    announced, told = Announced(0, lambda: True), Told()
+    announced._stored_s[Version(1, 500)] = time.monotonic() - 2 * PASSED_S
+    client = SimpleNamespace(announced=announced, alive=True)
+    handles = [
+        SaveHandle(
+            Version(1, step),
+            Level.DURABLE,
+            link=SimpleNamespace(client=client, last_client=client),  # type: ignore[arg-type]
+            in_storage=lambda version: version.step == 3,
+            settle=lambda _: None,
+            topology=Topology(("a",), (0,)),
+            timeout_s=600.0,
+        )
+        for step in (3, 4)
+    ]
+    durables = DurableTracker(told, None, timeout_s=600.0)
+    for handle in handles:
+        durables.add(handle)
+    told.wait(2)
+    durables.close()
+    assert told.calls[0] == (Version(1, 3), None)
+    assert isinstance(told.calls[1][1], LevelNotReached)
+
+
 def test_a_version_is_waited_for_as_long_as_work_on_it_goes_on_behind_a_newer_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

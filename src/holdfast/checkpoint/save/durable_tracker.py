@@ -208,6 +208,8 @@ class DurableTracker:
         version = item.handle.version
         item.handle.ask_again()
         ended, why = (True, "") if item.is_durable else item.handle.durable
+        if ended and why and not item.handle.given_up and item.handle.is_stored():
+            why = ""  # so long ago that the keeper's word is forgotten: a callback may take its time
         if ended and not why and not item.is_durable:
             item.is_durable = True
             open_checkpointers.wish.saved(version.step)
