@@ -29,7 +29,7 @@ from holdfast.checkpoint.survivors import step_snapshot, survivor_state
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.core.model import Version
 from holdfast.elastic.launch.agent import Agent
-from holdfast.elastic.processes.worker_processes import WorkerStatus
+from holdfast.elastic.processes.worker_processes import WorkerSlot, WorkerStatus
 from holdfast.elastic.worker import worker_main
 
 
@@ -417,10 +417,8 @@ def test_a_device_that_runs_no_kernel_ends_the_process_and_the_agent_is_told(
 def test_a_process_that_ends_well_without_having_begun_its_order_ends_a_void_run(
     status: WorkerStatus, died: bool
 ) -> None:
-    worker_slot: Any = SimpleNamespace(
-        proc=SimpleNamespace(poll=lambda: 0), status=status, order=3, departs=False, evicted=False
-    )
-    worker_slot.set_status = lambda status: setattr(worker_slot, "status", status)
+    proc: Any = SimpleNamespace(poll=lambda: 0)
+    worker_slot = WorkerSlot(0, proc, None, -1, status, order=3)  # type: ignore[arg-type]
     agent: Any = SimpleNamespace(_serial=3, _hear=lambda _: None)
     assert Agent._died(agent, worker_slot) is died
     assert (worker_slot.status is WorkerStatus.FINISHED) is not died
