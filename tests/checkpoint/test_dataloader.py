@@ -11,7 +11,7 @@ import pickle
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -163,8 +163,12 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 class Life:
     """A loop over epochs of a loader that also draws random numbers of its own."""
 
+    begun: ClassVar[list[Life]] = []
+
     def __init__(self, make: Callable[[], DataLoader[Any]]) -> None:
         torch.manual_seed(5)
+        self.begun.append(self)
+        self.over: Any = None
         self.loader = make()
         self.state = State({"loader": self.loader}, rank=0, world_size=1)
         self.state.trained()
@@ -174,6 +178,19 @@ class Life:
             for batch in self.loader:
                 rows = batch[0] if isinstance(batch, list | tuple) else batch
                 yield [*rows.flatten().tolist(), torch.rand(()).item()]
+
+    def end(self) -> None:
+        """Ends workers that nobody ends: the garbage collector would wait five seconds for each."""
+        for iterator in (vars(self.loader).get("_iterator"), self.over):
+            if hasattr(inner := getattr(iterator, "_inner", iterator), "_shutdown_workers"):
+                inner._shutdown_workers()
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    while Life.begun:
+        Life.begun.pop().end()
 
 
 # Workers take a second or two to start.
@@ -451,7 +468,7 @@ def test_a_batch_that_failed_was_had(killed: int, num_workers: int) -> None:
 
     def lived(life: Life) -> Iterator[list[float]]:
         while True:
-            batches = iter(life.loader)
+            batches = life.over = iter(life.loader)
             while True:
                 try:
                     yield [*next(batches).tolist(), torch.rand(()).item()]

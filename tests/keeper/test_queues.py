@@ -163,7 +163,7 @@ def test_a_newer_version_takes_the_place_of_one_that_failed() -> None:
 def test_a_commit_for_which_the_queue_has_no_room_is_tried_again() -> None:
     """Storage was behind by so many commits, and nothing newer came: the last version of a job never became durable."""
     repeated: list[Version] = []
-    state = SimpleNamespace(lock=threading.RLock(), repeat_part=repeated.append, changed=None, alarms=None)
+    state = SimpleNamespace(lock=threading.RLock(), repeat_part=repeated.append, changed=None, alarms=None, ledger=None)
     committer = writer.Committer(state, None, Events())  # type: ignore[arg-type]
     committer._worker._bound = 0
     jobs = [SimpleNamespace(order=SimpleNamespace(version=Version(1, step))) for step in (4, 5)]
