@@ -1046,7 +1046,7 @@ def what_is_copied_in_the_call_is_looked_at_too() -> None:
         for number in range(9):
             job.step(number, save=False)
             torch.accelerator.synchronize()
-            simulated.set_copy_rate(2 * MIB if number > 5 else 0)
+            simulated.set_copy_rate(MIB // 2 if number > 5 else 0)
             handle = job.checkpointer.step(number)
             if number > 5:
                 beside(write)
