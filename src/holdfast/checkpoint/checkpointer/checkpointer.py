@@ -1085,10 +1085,9 @@ class Checkpointer:
                 self._run.link.close(finished=finished)
             self._run.recorder.close()
         self._storage.run_lock.release()
+        # Held by the loop alone, the workers of a loader end with it and not with the garbage collector.
         for name in [name for name, value in self._objects.items() if is_plain(value)]:
-            del self._objects[
-                name
-            ]  # held by the loop alone, its workers end with it and not with the garbage collector
+            del self._objects[name]
 
     def _propose(self, run: Run, proposals: Sequence[Proposal]) -> None:
         try:

@@ -67,13 +67,18 @@ def why_not(loader: DataLoader[Any]) -> str:
     )
     if any(name not in function.__code__.co_names for function, name in known):
         return "this torch has workers otherwise than is known"
-    context = loader.multiprocessing_context or torch.multiprocessing
-    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if method != "fork" or getattr(loader, "worker_method", "multiprocessing") != "multiprocessing":
+    if not is_forked(loader):
         return "they are not forked"
     if type(loader)._get_iterator is not DataLoader._get_iterator or isinstance(loader.dataset, MapDataPipe):
         return "the loader makes them in a way of its own"
     return "" if getattr(loader, "in_order", True) else "they hand out batches in no order"
+
+
+def is_forked(loader: DataLoader[Any]) -> bool:
+    """Tell whether the workers of a loader are children that are forked."""
+    context = loader.multiprocessing_context or torch.multiprocessing
+    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    return method == "fork" and getattr(loader, "worker_method", "multiprocessing") == "multiprocessing"
 
 
 class NotedIterator(dataloader._MultiProcessingDataLoaderIter):
@@ -92,7 +97,6 @@ class NotedIterator(dataloader._MultiProcessingDataLoaderIter):
         self._notes = _Notes(count, (loader.prefetch_factor or 1) + 2)
         self._loaded = [0] * count  # by each worker, before the loader was last gone over
         self._first = self._to_pass = first
-        self._told = ""
         init = loader.worker_init_fn
         with contextlib.suppress(Exception):  # classes are read here, once for all workers, which say what fails
             kept_in(_things(loader.dataset, loader.collate_fn))

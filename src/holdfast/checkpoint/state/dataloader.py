@@ -314,14 +314,14 @@ class LoaderPlace:
         count = loader.num_workers
         if self.loads_again or isinstance(loader.dataset, IterableDataset) or not (count or begun):
             return self._make(loader)
-        why = worker_draws.why_not(loader) if count else ""
+        why = unable = worker_draws.why_not(loader) if count else ""
         if begun is not None and len(begun["states"]) != count:
             why = why or f"they are {count}, and were {len(begun['states'])}"
         if begun is None and (skipped or self._again):
             why = why or "the version does not have them"
         if why and (skipped or self._again or begun is not None):
             logger.warning("random numbers that the loader's workers draw begin anew in them: %s", why)
-        if not count or worker_draws.why_not(loader):
+        if not count or unable:
             return self._make(loader)
         begun = None if why else begun
         loader.check_worker_number_rationality()

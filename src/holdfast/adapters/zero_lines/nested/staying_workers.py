@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import multiprocessing
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from torch.utils.data._utils import worker
 from holdfast.adapters.zero_lines.nested.nested_items import Items
 from holdfast.adapters.zero_lines.nested.worker_notes import Noting, Slot, around, named, other, tokens
 from holdfast.adapters.zero_lines.reach.reach import Reach
+from holdfast.checkpoint.entries.worker_draws import is_forked
 from holdfast.tiers.format import values as value_codec
 
 # Workers load what they were asked for before they note anything.
@@ -121,7 +121,7 @@ class StayingWorkers:
             return f"{_STAY}, and {kind.__qualname__} goes over them by code of its own"
         if loader._dataset_kind != dataloader._DatasetKind.Map or isinstance(loader.dataset, MapDataPipe):
             return f"{_STAY}, and each keeps its place in a stream"
-        if getattr(loader, "worker_method", "multiprocessing") != "multiprocessing" or _method(loader) != "fork":
+        if not is_forked(loader):
             return f"{_STAY}, and are not forked"
         if not getattr(loader, "in_order", True):
             return f"{_STAY}, and hand out batches in no order"
@@ -422,11 +422,6 @@ def _is_known(part: tuple[Any, str, frozenset[str]]) -> bool:
     thing, name, names = part
     code = getattr(getattr(thing, name, None), "__code__", None)
     return code is not None and names <= {*code.co_names, *code.co_varnames}
-
-
-def _method(loader: DataLoader[Any]) -> str:
-    context = loader.multiprocessing_context or torch.multiprocessing
-    return str(context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0])
 
 
 def _place(loader: DataLoader[Any]) -> tuple[Any, ...]:
