@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from holdfast.checkpoint.entries import worker_draws
+from holdfast.checkpoint.loader_workers import dataset_generators, worker_draws
 from holdfast.checkpoint.state.training_state import State
 from kit.checkpointers import Make, Trainee
 from sample_kit import MORE, sampled
@@ -441,7 +441,7 @@ def test_nothing_holds_a_class_that_was_looked_at() -> None:
     class Passing(Drawing):
         pass
 
-    assert "dataset.taken" in worker_draws.kept_in({"dataset": Passing()})
+    assert "dataset.taken" in dataset_generators.kept_in({"dataset": Passing()})
     held = weakref.ref(Passing)
     del Passing
     gc.collect()

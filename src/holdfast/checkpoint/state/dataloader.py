@@ -32,8 +32,8 @@ import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, sampler
 from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler, _SingleProcessDataLoaderIter
 
-from holdfast.checkpoint.entries import worker_draws
 from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.loader_workers import worker_draws
 from holdfast.checkpoint.state.optimizer_extras import same
 from holdfast.checkpoint.state.stateful import Stateful
 

@@ -26,7 +26,7 @@ from torch.utils.data._utils import worker
 from holdfast.adapters.zero_lines.nested.nested_items import Items
 from holdfast.adapters.zero_lines.nested.worker_notes import Noting, Slot, around, named, other, tokens
 from holdfast.adapters.zero_lines.reach.reach import Reach
-from holdfast.checkpoint.entries.worker_draws import is_forked
+from holdfast.checkpoint.loader_workers.worker_draws import is_forked
 from holdfast.tiers.format import values as value_codec
 
 # Workers load what they were asked for before they note anything.

@@ -5,36 +5,25 @@ memory that it shares with its main process, which reads there what stood behind
 A restart makes workers with the same seed, gives each the state of its forerunner, and hands the next batch to the worker whose
 turn it was. Nothing is loaded again.
 
-The generators are those of the process, and those that lie in the dataset and in the collate function, in their classes, or in names that
-their functions use. Numbers there to which their class adds (`self.seen += 1`) are noted too, unless a cache or a file beside them
-changes with them: of these a restart has nothing. What else a worker keeps is not noted. Called by `checkpoint.state.dataloader`.
+The generators are those of the process, and what `dataset_generators` finds in the dataset and in the collate function. What else a
+worker keeps is not noted. Called by `checkpoint.state.dataloader`.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
-import inspect
-import itertools
 import mmap
 import multiprocessing
-import os
 import struct
-import sys
-import textwrap
-import types
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, MapDataPipe, dataloader
 from torch.utils.data._utils import worker
 
-from holdfast.base.installed import is_installed
-from holdfast.checkpoint.entries.rng import process_generators, random_state
+from holdfast.checkpoint.entries.rng import process_generators
+from holdfast.checkpoint.loader_workers.dataset_generators import Beside, Kept, Look, Number, kept_in
 from holdfast.tiers.format import values as value_codec
 
 # Bytes for what a worker says behind one batch; a page costs memory when it is written.
@@ -42,19 +31,6 @@ _ROOM = 1 << 16
 _HEAD = struct.Struct("<QQQ")  # how many batches it has loaded; lengths of states and of words
 # Batches of a worker behind which its dataset is looked at for generators that were not there before; then at powers of two.
 _LOOKED_AT = 4
-# How far a dataset is looked into.
-_DEEP, _WIDE, _MANY = 8, 128, 4096
-_LEFT = (str, bytes, int, float, torch.Tensor, type, types.ModuleType)
-_LISTS = (list, tuple, deque)
-_HOLDERS = (*_LISTS, dict, set)
-
-# What was read of classes. Nothing here holds one: a script that runs again in its process has others.
-_COUNTS: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
-
-# By path: how something is read, and how it is set.
-Kept = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
-# A number of a class or of a module: path, where it lies, by which name, and what it was.
-_Number = tuple[str, Mapping[str, Any], str, Any]
 
 
 def why_not(loader: DataLoader[Any]) -> str:
@@ -200,8 +176,8 @@ class _Noting:
         self._number, self._loaded = 0, 0
         self._kept: Kept = {}
         self._dataset: Any = None
-        self._beside: list[_Beside] = []
-        self._numbers: list[_Number] = []
+        self._beside: list[Beside] = []
+        self._numbers: list[Number] = []
         self._seeded: dict[str, Any] = {}
         self._drawn: tuple[dict[str, Any], bytes] = ({}, b"")
         self._words = ""
@@ -246,7 +222,7 @@ class _Noting:
     def found(self, things: dict[str, Any]) -> Kept:
         """Returns what can be noted of a dataset and a collate function."""
         try:
-            looked = _Look(things)
+            looked = Look(things)
             if not self._kept:
                 self._beside, self._numbers, self._words = looked.beside, looked.numbers, looked.words
             return looked.found
@@ -283,7 +259,7 @@ class _Noting:
             )
             self._words = next((f"{path!r}, which a worker changes" for path in changed), "")
 
-    def _leave_out(self, beside: _Beside) -> None:
+    def _leave_out(self, beside: Beside) -> None:
         """Keeps counts no more beside which something changed that nobody keeps."""
         if (changed := beside.changed()) and (not self._words or beside.counts & self._kept.keys()):
             self._words = f"{beside.path + changed!r}, which a worker changes"
@@ -303,210 +279,3 @@ class _Noting:
 
 def _things(dataset: Any, collate_fn: Any) -> dict[str, Any]:
     return {"dataset": dataset, "collate_fn": collate_fn}
-
-
-def kept_in(things: dict[str, Any]) -> Kept:
-    """Returns the generators of random numbers that lie in objects, and the numbers there that are counts, by path."""
-    return _Look(things).found
-
-
-class _Look:
-    """Looks into objects, by name.
-
-    Attributes:
-        found: generators of random numbers, and numbers that are counts, by path.
-        beside: objects that hold one of these, with what else they hold.
-        numbers: those of classes and modules that functions of the user's use.
-        words: what lies in something that is too long to be looked into; empty if nothing was seen.
-    """
-
-    def __init__(self, things: dict[str, Any]) -> None:
-        self.found: Kept = {}
-        self.beside: list[_Beside] = []
-        self.numbers: list[_Number] = []
-        self.words = ""
-        seen: set[int] = set()
-        stack = [(name, value, 0) for name, value in reversed(things.items())]
-        while stack and len(seen) < _MANY:
-            path, value, depth = stack.pop()
-            if value is None or isinstance(value, _LEFT) or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if value is not torch.default_generator and (state := random_state(value)) is not None:
-                self.found[path + "'" * (path in self.found)] = state
-                continue
-            held = getattr(value, "__dict__", None)
-            if isinstance(held, dict) and not isinstance(value, types.FunctionType):
-                self._holds(path, type(value), held)
-            if depth < _DEEP:
-                for base, where, names in _meant(path, value):
-                    meant = {name: where[name] for name in names if name in where}
-                    stack += [(f"{base}.{name}", part, depth + 1) for name, part in meant.items()]
-                    numbers = [name for name, part in meant.items() if type(part) in (int, float)]
-                    self.numbers += [(f"{base}.{name}", where, name, where[name]) for name in numbers]
-                stack += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value, held)]
-            if isinstance(value, (*_LISTS, dict)) and len(value) > _WIDE:
-                self._is_long(path, value)
-
-    def _holds(self, path: str, kind: type, held: dict[str, Any]) -> None:
-        numbers = {name for name, value in held.items() if type(value) in (int, float)}
-        counts = counts_of(kind) & numbers if numbers else frozenset[str]()
-        for name in counts:
-            self.found[f"{path}.{name}"] = (functools.partial(_number, held, name), functools.partial(_put, held, name))
-        if counts or any(random_state(value) is not None for value in list(held.values())[:_WIDE]):
-            self.beside.append(_Beside(path, held, counts))
-
-    def _is_long(self, path: str, value: Any) -> None:
-        """Tells if there are generators in it: these are not kept."""
-        first = itertools.islice(value.values() if isinstance(value, dict) else value, 4)
-        if any(random_state(part) is not None or random_in(part) for part in first):
-            self.words = f"{path!r}, which has too many generators of random numbers"
-
-
-class _Beside:
-    """An object that holds generators or counts, and what else it holds.
-
-    Args:
-        path: of the object.
-        held: its attributes.
-        counts: which of them are counts.
-    """
-
-    def __init__(self, path: str, held: dict[str, Any], counts: frozenset[str]) -> None:
-        self.path = path + "."
-        self.counts = frozenset(self.path + name for name in counts)
-        self._held = held
-        self._was = {name: _mark(value) for name, value in held.items() if name not in counts}
-
-    def changed(self) -> str:
-        """Returns the name of what is not as it was, and on which the others may depend; empty: there is none.
-
-        Beside a generator that is a mark that it was seeded. Beside a count it is also a cache, or a file that was opened.
-        """
-        for name, (was, length) in self._was.items():
-            value = self._held.get(name)
-            if value is was and (length is None or len(value) == length):
-                continue
-            if (isinstance(was, bool) or was is None) and isinstance(value, bool | int | str):
-                return name
-            is_plain = (
-                isinstance(value, int | float | str | bytes)
-                or hasattr(value, "dtype")
-                or random_state(value) is not None
-            )
-            if self.counts and not is_plain:
-                return name
-        return ""
-
-
-def _mark(value: Any) -> tuple[Any, int | None]:
-    return value, len(value) if isinstance(value, _HOLDERS) else None
-
-
-def _number(held: dict[str, Any], name: str) -> Any:
-    value = held[name]
-    if type(value) not in (int, float) and not (
-        hasattr(value, "item") and type(value).__module__ == "numpy" and not value.ndim
-    ):
-        raise TypeError(name)
-    return value
-
-
-def _put(held: dict[str, Any], name: str, value: Any) -> None:
-    held[name] = value
-
-
-def random_in(value: Any) -> bool:
-    """Tell whether an object has a generator of random numbers as an attribute."""
-    held = getattr(value, "__dict__", None)
-    return isinstance(held, dict) and any(random_state(part) is not None for part in list(held.values())[:_WIDE])
-
-
-def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what lies in a value that is not too wide, with what is added to its path."""
-    if isinstance(value, _LISTS) and len(value) <= _WIDE:
-        yield from ((f"[{at}]", part) for at, part in enumerate(value))
-    elif isinstance(value, dict) and len(value) <= _WIDE:
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif isinstance(value, types.MethodType):
-        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
-    elif isinstance(held, dict) and not isinstance(value, types.FunctionType):
-        yield from ((f".{name}", part) for name, part in held.items())
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield f".{name}", getattr(value, name, None)
-
-
-def _meant(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any], Iterable[str]]]:
-    """Yields names that an object reaches beside what lies in it, through its class and functions of the user's: path, place, names."""
-    functions = [value] if isinstance(value, types.FunctionType) else []
-    for kind in type(value).__mro__:
-        if _is_of_users(kind.__module__):
-            functions += [part for each in vars(kind).values() if isinstance(part := _bare(each), types.FunctionType)]
-            yield path, vars(kind), list(vars(kind))
-    for function in functions:
-        if not is_installed(function.__code__.co_filename):
-            yield function.__module__, function.__globals__, _names_in(function.__code__)
-            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            held = {name: found[0] for name, cell in cells if (found := _contents(cell))}
-            yield path, held, held
-
-
-def _bare(part: Any) -> Any:
-    return getattr(part, "__func__", getattr(part, "fget", part))
-
-
-def _contents(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_of_users(module: str) -> bool:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module == "__main__" or (file is not None and not is_installed(os.path.abspath(file)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names that a function and those within it use."""
-    within = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names_in(part)]
-    return tuple(dict.fromkeys([*code.co_names, *within]))
-
-
-def counts_of(kind: type) -> frozenset[str]:
-    """Returns the attributes to which the methods of a class add: `self.seen += 1`, `self.seen = self.seen + 1`."""
-    if kind not in _COUNTS:
-        _COUNTS[kind] = _read_counts(kind)
-    return _COUNTS[kind]
-
-
-def _read_counts(kind: type) -> frozenset[str]:
-    if kind.__module__.partition(".")[0] in ("torch", "torchvision", "numpy", "builtins"):
-        return frozenset()
-    found = set[str]()
-    for each in kind.__mro__:
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(each))) if each is not object else ast.Module([], [])
-        except (OSError, TypeError, SyntaxError, ValueError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.AugAssign):
-                found |= _own([node.target])
-            elif isinstance(node, ast.Assign):
-                found |= _own(node.targets) & _own(list(ast.walk(node.value)))
-    return frozenset(found)
-
-
-def _own(nodes: Sequence[ast.AST]) -> set[str]:
-    """Returns the attributes of `self` among nodes."""
-    return {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    }

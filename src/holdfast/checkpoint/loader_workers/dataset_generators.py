@@ -1,0 +1,247 @@
+"""Finds generators of random numbers and counts that lie in the dataset of a data loader and in its collate function.
+
+They lie in these objects, in their classes, or in names that their functions use. A count is a number to which its class adds
+(`self.seen += 1`). It counts no more if a cache or a file beside it changes with it: of these a restart has nothing.
+What was found once is asked for what changed since. Called in a worker by `worker_draws`, and before it is forked.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import os
+import sys
+import textwrap
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.base.installed import is_installed
+from holdfast.checkpoint.entries.rng import random_state
+
+# How far a dataset is looked into.
+_DEEP, _WIDE, _MANY = 8, 128, 4096
+_LEFT = (str, bytes, int, float, torch.Tensor, type, types.ModuleType)
+_LISTS = (list, tuple, deque)
+_HOLDERS = (*_LISTS, dict, set)
+
+# What was read of classes. Nothing here holds one: a script that runs again in its process has others.
+_COUNTS: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+# By path: how something is read, and how it is set.
+Kept = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
+# A number of a class or of a module: path, where it lies, by which name, and what it was.
+Number = tuple[str, Mapping[str, Any], str, Any]
+
+
+def kept_in(things: dict[str, Any]) -> Kept:
+    """Returns the generators of random numbers that lie in objects, and the numbers there that are counts, by path."""
+    return Look(things).found
+
+
+class Look:
+    """Looks into objects, by name.
+
+    Attributes:
+        found: generators of random numbers, and numbers that are counts, by path.
+        beside: objects that hold one of these, with what else they hold.
+        numbers: those of classes and modules that functions of the user's use.
+        words: what lies in something that is too long to be looked into; empty if nothing was seen.
+    """
+
+    def __init__(self, things: dict[str, Any]) -> None:
+        self.found: Kept = {}
+        self.beside: list[Beside] = []
+        self.numbers: list[Number] = []
+        self.words = ""
+        seen: set[int] = set()
+        stack = [(name, value, 0) for name, value in reversed(things.items())]
+        while stack and len(seen) < _MANY:
+            path, value, depth = stack.pop()
+            if value is None or isinstance(value, _LEFT) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if value is not torch.default_generator and (state := random_state(value)) is not None:
+                self.found[path + "'" * (path in self.found)] = state
+                continue
+            held = getattr(value, "__dict__", None)
+            if isinstance(held, dict) and not isinstance(value, types.FunctionType):
+                self._holds(path, type(value), held)
+            if depth < _DEEP:
+                for base, where, names in _meant(path, value):
+                    meant = {name: where[name] for name in names if name in where}
+                    stack += [(f"{base}.{name}", part, depth + 1) for name, part in meant.items()]
+                    numbers = [name for name, part in meant.items() if type(part) in (int, float)]
+                    self.numbers += [(f"{base}.{name}", where, name, where[name]) for name in numbers]
+                stack += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value, held)]
+            if isinstance(value, (*_LISTS, dict)) and len(value) > _WIDE:
+                self._is_long(path, value)
+
+    def _holds(self, path: str, kind: type, held: dict[str, Any]) -> None:
+        numbers = {name for name, value in held.items() if type(value) in (int, float)}
+        counts = counts_of(kind) & numbers if numbers else frozenset[str]()
+        for name in counts:
+            self.found[f"{path}.{name}"] = (functools.partial(_number, held, name), functools.partial(_put, held, name))
+        if counts or any(random_state(value) is not None for value in list(held.values())[:_WIDE]):
+            self.beside.append(Beside(path, held, counts))
+
+    def _is_long(self, path: str, value: Any) -> None:
+        """Tells if there are generators in it: these are not kept."""
+        first = itertools.islice(value.values() if isinstance(value, dict) else value, 4)
+        if any(random_state(part) is not None or random_in(part) for part in first):
+            self.words = f"{path!r}, which has too many generators of random numbers"
+
+
+class Beside:
+    """An object that holds generators or counts, and what else it holds.
+
+    Args:
+        path: of the object.
+        held: its attributes.
+        counts: which of them are counts.
+    """
+
+    def __init__(self, path: str, held: dict[str, Any], counts: frozenset[str]) -> None:
+        self.path = path + "."
+        self.counts = frozenset(self.path + name for name in counts)
+        self._held = held
+        self._was = {name: _mark(value) for name, value in held.items() if name not in counts}
+
+    def changed(self) -> str:
+        """Returns the name of what is not as it was, and on which the others may depend; empty: there is none.
+
+        Beside a generator that is a mark that it was seeded. Beside a count it is also a cache, or a file that was opened.
+        """
+        for name, (was, length) in self._was.items():
+            value = self._held.get(name)
+            if value is was and (length is None or len(value) == length):
+                continue
+            if (isinstance(was, bool) or was is None) and isinstance(value, bool | int | str):
+                return name
+            is_plain = (
+                isinstance(value, int | float | str | bytes)
+                or hasattr(value, "dtype")
+                or random_state(value) is not None
+            )
+            if self.counts and not is_plain:
+                return name
+        return ""
+
+
+def _mark(value: Any) -> tuple[Any, int | None]:
+    return value, len(value) if isinstance(value, _HOLDERS) else None
+
+
+def _number(held: dict[str, Any], name: str) -> Any:
+    value = held[name]
+    if type(value) not in (int, float) and not (
+        hasattr(value, "item") and type(value).__module__ == "numpy" and not value.ndim
+    ):
+        raise TypeError(name)
+    return value
+
+
+def _put(held: dict[str, Any], name: str, value: Any) -> None:
+    held[name] = value
+
+
+def random_in(value: Any) -> bool:
+    """Tell whether an object has a generator of random numbers as an attribute."""
+    held = getattr(value, "__dict__", None)
+    return isinstance(held, dict) and any(random_state(part) is not None for part in list(held.values())[:_WIDE])
+
+
+def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what lies in a value that is not too wide, with what is added to its path."""
+    if isinstance(value, _LISTS) and len(value) <= _WIDE:
+        yield from ((f"[{at}]", part) for at, part in enumerate(value))
+    elif isinstance(value, dict) and len(value) <= _WIDE:
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
+    elif isinstance(held, dict) and not isinstance(value, types.FunctionType):
+        yield from ((f".{name}", part) for name, part in held.items())
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield f".{name}", getattr(value, name, None)
+
+
+def _meant(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any], Iterable[str]]]:
+    """Yields names that an object reaches beside what lies in it, through its class and functions of the user's: path, place, names."""
+    functions = [value] if isinstance(value, types.FunctionType) else []
+    for kind in type(value).__mro__:
+        if _is_of_users(kind.__module__):
+            functions += [part for each in vars(kind).values() if isinstance(part := _bare(each), types.FunctionType)]
+            yield path, vars(kind), list(vars(kind))
+    for function in functions:
+        if not is_installed(function.__code__.co_filename):
+            yield function.__module__, function.__globals__, _names_in(function.__code__)
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            held = {name: found[0] for name, cell in cells if (found := _contents(cell))}
+            yield path, held, held
+
+
+def _bare(part: Any) -> Any:
+    return getattr(part, "__func__", getattr(part, "fget", part))
+
+
+def _contents(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_users(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module == "__main__" or (file is not None and not is_installed(os.path.abspath(file)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names that a function and those within it use."""
+    within = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names_in(part)]
+    return tuple(dict.fromkeys([*code.co_names, *within]))
+
+
+def counts_of(kind: type) -> frozenset[str]:
+    """Returns the attributes to which the methods of a class add: `self.seen += 1`, `self.seen = self.seen + 1`."""
+    if kind not in _COUNTS:
+        _COUNTS[kind] = _read_counts(kind)
+    return _COUNTS[kind]
+
+
+def _read_counts(kind: type) -> frozenset[str]:
+    if kind.__module__.partition(".")[0] in ("torch", "torchvision", "numpy", "builtins"):
+        return frozenset()
+    found = set[str]()
+    for each in kind.__mro__:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(each))) if each is not object else ast.Module([], [])
+        except (OSError, TypeError, SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AugAssign):
+                found |= _own([node.target])
+            elif isinstance(node, ast.Assign):
+                found |= _own(node.targets) & _own(list(ast.walk(node.value)))
+    return frozenset(found)
+
+
+def _own(nodes: Sequence[ast.AST]) -> set[str]:
+    """Returns the attributes of `self` among nodes."""
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
