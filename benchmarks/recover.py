@@ -84,16 +84,16 @@ class Arm:
         with open(self.home / f"{self.name}.log", "wb") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
-    def first_steps(self, count: int) -> list[dict[str, Any]]:
-        """Of every rank, after so many recoveries."""
+    def rows(self, event: str, count: int) -> list[dict[str, Any]]:
+        """What ranks told of this event after so many recoveries."""
         if not self.events.exists():
             return []
         rows = [json.loads(line) for line in self.events.read_text().splitlines() if line.endswith("}")]
-        return [row for row in rows if row["count"] == count]
+        return [row for row in rows if row["event"] == event and row["count"] == count]
 
     def wait(self, count: int) -> list[dict[str, Any]]:
         deadline = time.monotonic() + WAIT_S
-        while len(rows := self.first_steps(count)) < self.ranks:
+        while len(rows := self.rows("first_step", count)) < self.ranks:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.name} did not come back; see {self.home}")
             time.sleep(0.02)
@@ -112,7 +112,10 @@ class Arm:
         return self.seconds[-1]
 
     def hang(self, signal_: signal.Signals) -> float:
-        """One rank stops (SIGSTOP) or hangs on a lock (SIGUSR1); seconds until it was ended. Returns when all go on."""
+        """One rank stops (SIGSTOP) or hangs on a lock (SIGUSR1); seconds until it was ended. Returns when all go on.
+
+        A rank that is to hang makes its step first: the time counts from where it stands still.
+        """
         victim = next(row for row in self.wait(self.kills) if row["rank"] == self.ranks // 2)
         stopped_at = time.time()
         os.kill(victim["pid"], signal_)
@@ -120,7 +123,8 @@ class Arm:
             if time.time() - stopped_at > WAIT_S:
                 raise TimeoutError(f"{self.name}: nobody missed the rank; see {self.home}")
             time.sleep(0.01)
-        found = time.time() - stopped_at
+        ended_at = time.time()
+        found = ended_at - max([stopped_at, *(row["t"] for row in self.rows("hangs", self.kills))])
         self.kills += 1
         self.wait(self.kills)
         return found
@@ -137,7 +141,7 @@ class Arm:
     def end(self) -> None:
         if self.process is not None:
             end(self.process)
-        for row in self.first_steps(self.kills):  # torchrun's workers have sessions of their own
+        for row in self.rows("first_step", self.kills):  # torchrun's workers have sessions of their own
             try:
                 os.kill(row["pid"], signal.SIGKILL)
             except ProcessLookupError:

@@ -3,7 +3,7 @@
 recover_train.py ARM EVENTS CHECKPOINTS MIB: ARM is `torchrun` (state in `torch.distributed.checkpoint`), `rerun` (the same
 loop with a holdfast.Checkpointer), `forked` (that, and a thread that it leaves behind) or `resumable` (its loop is a resumable
 function; what holds no group stays). Appends
-one JSON line to EVENTS for the first step of every run. SIGUSR1 makes a rank hang.
+one JSON line to EVENTS for the first step of every run. SIGUSR1 makes a rank hang behind its next step; a line tells when.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def loop(job: Job, start: int, save: Any) -> None:
     for step in range(start, 1 << 40):
         job.step()
         if asked:  # in the handler it might be inside of a collective, whose ranks are interrupted instead
+            tell("hangs", step)
             hang()
         if step == start:
             tell("first_step", step)
