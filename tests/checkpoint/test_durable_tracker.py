@@ -260,6 +260,40 @@ def test_a_version_is_waited_for_as_long_as_work_on_it_goes_on_behind_a_newer_on
         announced.wait(older, Level.DURABLE, DEADLINE_S)
 
 
+def test_threads_that_close_at_once_close_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a callback that closes, or flushes, waits for nobody who waits for it."""
+    go, begun, ended = threading.Event(), list[int](), list[str]()
+
+    def on_durable(version: Version, error: HoldfastError | None) -> None:
+        eventually(lambda: len(begun) == 1)
+        checkpointer.close()
+        ended.append("closed")
+        with pytest.raises(UsageError, match="wait for itself"):
+            checkpointer.flush()
+        ended.append("flushed")
+        go.set()
+
+    trainee = Trainee()
+    checkpointer: Any = make(trainee, on_durable=on_durable)
+    checkpointer.restore()
+    trainee.train()
+    finish = checkpointer._finish
+
+    def slow(run: Any) -> bool:
+        begun.append(1)
+        assert go.wait(DEADLINE_S)
+        return bool(finish(run))
+
+    monkeypatch.setattr(checkpointer, "_finish", slow)
+    checkpointer.save(1, "durable")
+    threads = [threading.Thread(target=checkpointer.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert (begun, ended) == ([1], ["closed", "flushed"])
+
+
 def test_a_callback_that_exits_does_not_end_those_to_come() -> None:
     told = list[int]()
 

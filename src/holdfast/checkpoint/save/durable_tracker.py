@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.base.errors import HoldfastError, LevelNotReached
+from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.save.extra_places import LEFT, ExtraPlaces, PlaceCopy
 from holdfast.checkpoint.save.save_handle import PROGRESS_S, SaveHandle
@@ -130,6 +130,11 @@ class DurableTracker:
         for item in held:
             self._hold(item)
 
+    @property
+    def is_telling(self) -> bool:
+        """Return whether this is called in a callback."""
+        return self._thread is threading.current_thread()
+
     def flush(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Waits until every durable save has ended and `on_durable` was called for it; `meanwhile` is called now and then. A
         callback that does not return within the time is no error: the version is durable.
@@ -137,7 +142,10 @@ class DurableTracker:
         Raises:
             LevelNotReached: names all that are not durable, or not at all places, each with the reason. Not those that
                 only the cadence asked for, if a later one is.
+            UsageError: in a callback, which it would wait for.
         """
+        if self.is_telling:
+            raise UsageError("`on_durable` cannot flush: it would wait for itself", remedy="flush where you train")
         deadline = time.monotonic() + timeout_s
         with self._changed:
             wanted = set(self._awaited)
