@@ -45,6 +45,28 @@ def test_a_script_sees_nothing_of_it() -> None:
     assert not any(process.is_alive() for process in iterator._workers)
 
 
+class Nested:
+    """Each item is made of what a loader has that is gone over in the worker."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index + sum(int(each) for each in DataLoader([1, 2]))
+
+
+def test_a_loader_that_the_dataset_goes_over_in_a_worker_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staying_workers, "PATIENCE_S", 5.0)
+    workers, held = watching(), DataLoader(Nested(), num_workers=1, persistent_workers=True)
+    workers.begin()
+    try:
+        list(held)
+        workers.states({"held": held}, ())
+        assert "does not say" not in workers.reason
+    finally:
+        workers.end(unfit=True)
+
+
 def test_workers_of_a_torch_that_is_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staying_workers, "_PARTS", ((DataLoader, "_made_otherwise", frozenset()),))
     workers = watching()

@@ -24,6 +24,7 @@ from torch.utils.data._utils import worker
 
 from holdfast.checkpoint.entries.rng import process_generators
 from holdfast.checkpoint.loader_workers.dataset_generators import Beside, Kept, Look, Number, kept_in
+from holdfast.checkpoint.loader_workers.worker_init import WorkerInit
 from holdfast.tiers.format import values as value_codec
 
 # Bytes for what a worker says behind one batch; a page costs memory when it is written.
@@ -162,8 +163,8 @@ class _Notes:
         return (number * self._kept + loaded % self._kept) * _ROOM
 
 
-class _Noting:
-    """Stands for the `worker_init_fn` of a loader: calls it in the worker, and has the worker note what it draws from there on.
+class _Noting(WorkerInit):
+    """Has a worker note what it draws.
 
     Args:
         init: the loader's own; None if it has none.
@@ -172,41 +173,30 @@ class _Noting:
     """
 
     def __init__(self, init: Callable[[int], Any] | None, notes: _Notes, begun: Sequence[bytes]) -> None:
-        self._init, self._notes, self._begun = init, notes, begun
+        super().__init__(init)
+        self._notes, self._begun = notes, begun
         self._number, self._loaded = 0, 0
         self._kept: Kept = {}
-        self._dataset: Any = None
         self._beside: list[Beside] = []
         self._numbers: list[Number] = []
         self._seeded: dict[str, Any] = {}
         self._drawn: tuple[dict[str, Any], bytes] = ({}, b"")
         self._words = ""
 
-    def __call__(self, number: int) -> None:
-        """Begins a worker."""
-        if self._init is not None:
-            self._init(number)
-        self._number, original = number, dataloader._DatasetKind.create_fetcher
+    def fetches(self, number: int, dataset: Any, collate_fn: Any, fetcher: Any) -> None:
+        """Notes what is drawn for each batch."""
+        self._number, fetch = number, fetcher.fetch
+        things = _things(dataset, collate_fn)
+        if not self._kept:
+            self._begins(things)
 
-        def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
-            fetcher = original(kind, dataset, auto_collation, collate_fn, drop_last)  # type: ignore[no-untyped-call]
-            things, fetch = _things(dataset, collate_fn), fetcher.fetch
-            if not self._kept:
-                self._begins(things)
-            elif dataset is not self._dataset:  # a loader that the dataset goes over in the worker
-                return fetcher
-            self._dataset = dataset
+        def fetched(index: Any) -> Any:
+            try:
+                return fetch(index)
+            finally:
+                self._ends(things)
 
-            def fetched(index: Any) -> Any:
-                try:
-                    return fetch(index)
-                finally:
-                    self._ends(things)
-
-            fetcher.fetch = fetched
-            return fetcher
-
-        setattr(dataloader._DatasetKind, "create_fetcher", staticmethod(create_fetcher))  # noqa: B010 - of this process alone
+        fetcher.fetch = fetched
 
     def _begins(self, things: dict[str, Any]) -> None:
         """Takes over what was noted of a forerunner, before the first batch."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.utils.data import dataloader
 
 from holdfast.adapters.zero_lines.changes import Changes
 from holdfast.adapters.zero_lines.reach.look import Leaf, Look
@@ -23,6 +22,7 @@ from holdfast.adapters.zero_lines.reach.plain_values import CLOCK
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base import config
 from holdfast.checkpoint.entries.rng import process_generators
+from holdfast.checkpoint.loader_workers.worker_init import WorkerInit
 from holdfast.tiers.format import values as value_codec
 
 # Bytes for what a worker is told, and as many for what it says; a page costs memory when it is written.
@@ -75,8 +75,8 @@ class Slot:
         return note
 
 
-class Noting:
-    """Stands for the `worker_init_fn` of a loader: calls it in the worker, and has the worker look at itself from there on.
+class Noting(WorkerInit):
+    """Has a worker look at itself.
 
     Args:
         init: the loader's own; None if it has none.
@@ -85,7 +85,8 @@ class Noting:
     """
 
     def __init__(self, init: Callable[[int], Any] | None, slots: Sequence[Slot], reach: Reach) -> None:
-        self._init, self._slots, self._reach = init, slots, reach
+        super().__init__(init)
+        self._slots, self._reach = slots, reach
         self._calls = 0
         self._first: Look | None = None
         self._seeded: dict[str, Any] = {}
@@ -93,20 +94,10 @@ class Noting:
         self._refused = ""
         self._digests: dict[str, tuple[object, int]] = {}
 
-    def __call__(self, number: int) -> None:
-        """Begins a worker."""
-        if self._init is not None:
-            self._init(number)
-        slot, original = self._slots[number], dataloader._DatasetKind.create_fetcher
-
-        def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
-            self._begins(slot, named(dataset, collate_fn))
-            return original(kind, dataset, auto_collation, collate_fn, drop_last)  # type: ignore[no-untyped-call]
-
-        setattr(dataloader._DatasetKind, "create_fetcher", staticmethod(create_fetcher))  # noqa: B010 - of this process alone
-
-    def _begins(self, slot: Slot, things: Mapping[str, Any]) -> None:
+    def fetches(self, number: int, dataset: Any, collate_fn: Any, fetcher: Any) -> None:  # noqa: ARG002
+        """Looks at the worker, and answers if this is the call that was asked for."""
         self._calls += 1
+        things, slot = named(dataset, collate_fn), self._slots[number]
         try:
             if self._first is None:
                 self._first = self._reach.of(things)
