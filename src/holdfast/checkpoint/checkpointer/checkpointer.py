@@ -528,7 +528,7 @@ class Checkpointer:
         finished, began = False, time.monotonic()
         try:
             if self._run is not None:
-                finished = self._closing(self._run).finish()
+                finished = self._finish(self._run)
             else:
                 finished = True
         finally:
@@ -896,6 +896,9 @@ class Checkpointer:
             return ""
         logger.error("%s: %s", self._root, why)
         return f"{self._root}: {why}"
+
+    def _finish(self, run: Run) -> bool:
+        return self._closing(run).finish()
 
     def _closing(self, run: Run) -> Closing:
         return Closing(
