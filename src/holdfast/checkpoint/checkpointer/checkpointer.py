@@ -161,7 +161,7 @@ class Checkpointer:
         self._ranks = collectives.ranks  # all of the process group; one door is a job of one rank
         self._run: Run | None = None
         self._closed = False
-        self._closing = threading.RLock()
+        self._close_lock = threading.RLock()
         self.patience_s: float | None = None
         self._saving = 0  # the thread that saves now
         self._saves = threading.RLock()  # another thread's save waits for it; a signal's handler may save within one
@@ -527,12 +527,12 @@ class Checkpointer:
         if self._closed or self._is_forked:
             return
         is_callback = self._run is not None and self._run.durables.is_telling
-        if self._closing.acquire(blocking=not is_callback):  # else another thread closes, and waits for this callback
+        if self._close_lock.acquire(blocking=not is_callback):  # else another thread closes, and waits for this callback
             try:
                 if not self._closed:
                     self._close_once()
             finally:
-                self._closing.release()
+                self._close_lock.release()
 
     def _close_once(self) -> None:
         finished, began = False, time.monotonic()
