@@ -527,7 +527,9 @@ class Checkpointer:
         if self._closed or self._is_forked:
             return
         is_callback = self._run is not None and self._run.durables.is_telling
-        if self._close_lock.acquire(blocking=not is_callback):  # else another thread closes, and waits for this callback
+        if self._close_lock.acquire(
+            blocking=not is_callback
+        ):  # else another thread closes, and waits for this callback
             try:
                 if not self._closed:
                     self._close_once()
