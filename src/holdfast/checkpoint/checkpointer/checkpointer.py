@@ -526,10 +526,9 @@ class Checkpointer:
         """
         if self._closed or self._is_forked:
             return
-        is_callback = self._run is not None and self._run.durables.is_telling
-        if self._close_lock.acquire(
-            blocking=not is_callback
-        ):  # else another thread closes, and waits for this callback
+        # A callback does not wait: the thread that closes may be waiting for it.
+        waits = self._run is None or not self._run.durables.is_telling
+        if self._close_lock.acquire(blocking=waits):
             try:
                 if not self._closed:
                     self._close_once()
