@@ -68,6 +68,7 @@ MORE = {
     "plain augmented": "begin:4 val:10 begin:14 begin:22",
     "plain workers": "begin:4 val:5 batch:11 epoch:12 begin:14 begin:30",
     "plain stays": "begin:4 begin:7 epoch:12 begin:14 begin:26 begin:30",
+    "plain stays and draws": "begin:4 begin:7 val:10 epoch:10 begin:10 begin:12 begin:24",
     "plain validation stays": "begin:4 begin:7 val:10 epoch:12 begin:14",
     "plain validation own": "begin:4 begin:7 epoch:12",
     "plain weighted": "begin:4 begin:14",
