@@ -202,6 +202,7 @@ class _Noting(WorkerInit):
         self._kept: Kept = {}
         self._beside: list[Beside] = []
         self._numbers: list[Number] = []
+        self._lists: dict[str, Any] = {}
         self._seeded: dict[str, Any] = {}
         self._drawn: tuple[dict[str, Any], bytes] = ({}, b"")
         self._words = ""
@@ -238,6 +239,9 @@ class _Noting(WorkerInit):
             looked = Look(things)
             if not self._kept:
                 self._beside, self._numbers, self._words = looked.beside, looked.numbers, looked.words
+                self._lists = looked.lists
+            changed = (path for path, was in self._lists.items() if looked.lists.get(path, was) != was)
+            self._words = self._words or next((f"{path!r}, which a worker changes" for path in changed), "")
             return looked.found
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the worker has to go on
             self._words = f"what cannot be looked at: {type(error).__name__}: {error}"
