@@ -94,6 +94,7 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "plain validation stays": {"max_epochs": 3, "val_check_interval": 5},
     "plain validation own": {"max_epochs": 3, "val_check_interval": 5},
+    "plain validation reloads": {"max_epochs": 3, "val_check_interval": 5, "reload_dataloaders_every_n_epochs": 1},
     "plain weighted": {"max_epochs": 3, "val_check_interval": 5, "use_distributed_sampler": True},
     "plain shared": {"max_epochs": 3, "val_check_interval": 5, "use_distributed_sampler": True},
     "plain stream": {"max_epochs": 3, "val_check_interval": 5},
@@ -205,10 +206,14 @@ class Data(LightningDataModule):
         rows = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(99))
         if "drawn" in self.plan:
             rows = torch.randn(2 * BATCH, WIDTH)
-        stays = self.plan in ("plain validation stays", "plain stays and draws")
-        if self.plan == "plain stays and draws":
+        stays = self.plan in ("plain validation stays", "plain stays and draws", "plain validation reloads")
+        if self.plan in ("plain stays and draws", "plain validation reloads"):
             rows = Augmented(torch.cat([rows, rows]))
-        own = torch.Generator().manual_seed(6) if self.plan == "plain validation own" else None
+        own = (
+            torch.Generator().manual_seed(6)
+            if self.plan in ("plain validation own", "plain validation reloads")
+            else None
+        )
         return torch.utils.data.DataLoader(
             rows, batch_size=BATCH, num_workers=stays, persistent_workers=stays, shuffle=own is not None, generator=own
         )

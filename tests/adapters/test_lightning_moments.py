@@ -71,6 +71,7 @@ MORE = {
     "plain stays and draws": "begin:4 begin:7 val:10 epoch:10 begin:10 begin:12 begin:24",
     "plain validation stays": "begin:4 begin:7 val:10 epoch:12 begin:14",
     "plain validation own": "begin:4 begin:7 epoch:12",
+    "plain validation reloads": "begin:7 epoch:12 begin:14 begin:19",
     "plain weighted": "begin:4 begin:14",
     "plain stream": "begin:1 begin:4 batch:11 epoch:12 begin:14 begin:30",
     "plain stream of workers": "begin:4 epoch:12 begin:14 begin:22",

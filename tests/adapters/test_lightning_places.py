@@ -252,6 +252,7 @@ def test_workers_of_a_validation_that_stay_are_told_of_once(caplog: pytest.LogCa
         )
         loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
         place._plain, place._validating = counted(), ValidationLoaders(loop, print)
+        place.made_to_validate = SimpleNamespace(were_due=False)
         for _ in range(2):
             place.validation_begins()
         assert sum("persistent_workers" in record.message for record in caplog.records) == told

@@ -265,7 +265,7 @@ class Place:
 
     def validation_begins(self) -> None:
         """Its loaders are there."""
-        self._validating.begin()
+        self._validating.begin(anew=self.made_to_validate.were_due)
         if self._validating.begin_anew:
             self._plain.tell("what %s draw or count by themselves begins anew behind a restart", STAYING)
 

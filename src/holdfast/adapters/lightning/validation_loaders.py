@@ -57,8 +57,12 @@ class ValidationLoaders:
         combined = self._loop._combined_loader
         return combined is not None and any(stays(loader) and not notes_draws(loader) for loader in combined.flattened)
 
-    def begin(self) -> None:
-        """Before each validation: in the first one of a run that goes on the loaders are as they were."""
+    def begin(self, *, anew: bool = False) -> None:
+        """Before each validation: in the first one of a run that goes on the loaders are as they were.
+
+        Args:
+            anew: whether an undisturbed run has made them anew by now.
+        """
         combined = self._loop._combined_loader
         if combined is not self._combined:
             self.let_go()
@@ -69,7 +73,7 @@ class ValidationLoaders:
                 for number, loader in enumerate(combined.flattened)
             ]
         saved, self._saved = self._saved, {}
-        if not saved:
+        if not saved or anew:
             return
         now = ProcessRandomness().state_dict()
         workers = saved.get("workers") or [None] * len(saved["stay"])
