@@ -9,6 +9,8 @@ import logging
 import multiprocessing
 import pickle
 import random
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -103,6 +105,53 @@ class Reaching(Dataset[torch.Tensor]):
 
 def helped() -> float:
     return OF_THE_MODULE.random()
+
+
+class Shared:
+    """What functions name, and nothing holds."""
+
+    own = random.Random(9)
+    bits = np.random.PCG64(10)
+
+    @classmethod
+    def draw(cls) -> float:
+        return cls.own.random()
+
+
+HERE = sys.modules[__name__]
+
+
+def elsewhere(by: random.Random = random.Random(11)) -> float:  # noqa: B008
+    return HERE.helped() + Shared.draw() + by.random()  # type: ignore[attr-defined]
+
+
+class Counted(random.Random):
+    """A generator with a state that `getstate` does not hand out."""
+
+    drawn = 0
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.drawn = 0
+
+    def random(self) -> float:
+        self.drawn += 1
+        return super().random() + self.drawn
+
+
+class Whole(random.Random):
+    def getstate(self) -> tuple[Any, ...]:
+        return (self.seed, super().getstate())
+
+
+def within(value: Any, times: int) -> Any:
+    for _ in range(times):
+        value = [value]
+    return value
+
+
+def kept_of(value: Any) -> Any:
+    return types.SimpleNamespace(value=value)
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -416,6 +465,9 @@ class Tallying(Loud):
         return super().__getitem__(index)
 
 
+STREAM = {"num_workers": 1, "persistent_workers": True, "dataset": Stream(), "batch_size": 3}
+
+
 class Failing(Loud):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index in {4, 13}:
@@ -431,6 +483,7 @@ class Failing(Loud):
         ({"num_workers": 2}, {"num_workers": 0}, "begin anew in them: they are 0, and were 2"),
         ({"num_workers": 0}, {"num_workers": 2}, "begin anew in them: the version does not have them"),
         ({"num_workers": 2, "dataset": Lazy()}, {"num_workers": 2}, "no version has 'dataset.made', which a worker makes"),
+        (STREAM, STREAM, "begins anew in them: its dataset is iterable"),
         ({"num_workers": 1, "dataset": Late(), "batch_size": 2}, {"num_workers": 1}, "'dataset.made', which a worker makes"),
         ({"num_workers": 2, "dataset": Replaced()}, {"num_workers": 2}, "'dataset.own', which a worker makes"),
         ({"num_workers": 2, "dataset": Seeded()}, {"num_workers": 2}, "'dataset.is_seeded', which a worker changes"),
@@ -452,6 +505,71 @@ def test_workers_that_begin_anew_are_told(
     restore(second.state, saved)
     next(second.steps())
     assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dataset", "paths"),
+    [
+        (elsewhere, ["dataset.by", "test_dataloader.OF_THE_MODULE", "test_dataloader.Shared.bits", "test_dataloader.Shared.own"]),
+        (kept_of(np.random.SFC64(1)), ["dataset.value"]),
+        (kept_of(Counted(1)), ["dataset.value", "dataset.value.drawn"]),
+        (kept_of(within(random.Random(1), 20)), ["dataset.value" + "[0]" * 20]),
+        ([[[(at, other) for at in range(100)] for other in range(100)], (random.Random(1),)], ["dataset[1][0]"]),
+    ],
+)  # fmt: skip
+def test_what_a_dataset_draws_from_is_found_wherever_it_lies(dataset: Any, paths: list[str]) -> None:
+    found = dataset_generators.kept_in({"dataset": dataset})
+    assert sorted(path.replace(__name__, "test_dataloader") for path in found) == paths
+
+
+ONE = random.Random(1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        ([kept_of([kept_of(random.Random(at))]) for at in range(200)], "'dataset', which has too many generators"),
+        ([kept_of([kept_of(ONE)]) for _ in range(200)], ""),
+        (kept_of(Whole(1)), "'dataset.value', a generator with a state"),
+        (kept_of(random.SystemRandom()), ""),
+    ],
+)
+def test_generators_that_cannot_be_kept_are_named(dataset: Any, said: str) -> None:
+    words = dataset_generators.Look({"dataset": dataset}).words
+    assert words.startswith(said) if said else not words
+
+
+def test_an_iterator_has_what_that_of_torch_has() -> None:
+    """A script ends workers that stay with `_shutdown_workers`."""
+    life = Life(LOADERS["in order"])
+    iterator: Any = iter(life.loader)
+    assert iterator._num_workers == 0
+    assert not hasattr(iterator, "_workers")
+
+
+class Sized:
+    """Batches whose sizes are drawn one by one, with random numbers that steps draw too."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for at in range(40):
+            yield [at % 20] * int(torch.randint(1, 9, ()))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_an_order_that_is_another_ahead_of_the_loop_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(TensorDataset(ROWS), batch_sampler=Sized(), num_workers=1, prefetch_factor=4)  # type: ignore[arg-type]
+
+    first, second = Life(make), Life(make)
+    steps = first.steps()
+    for _ in range(4):  # the first four were asked for at once
+        next(steps)
+    saved = save(first.state)
+    expected = [next(steps) for _ in range(4)]
+    restore(second.state, saved)
+    again = second.steps()
+    assert [next(again) for _ in range(4)] != expected
+    assert "not with the order" in caplog.text
 
 
 def test_nothing_holds_a_class_that_was_looked_at() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.base.errors import CorruptError, HoldfastError, LevelNotReached, StorageError, UsageError
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, LevelNotReached, StorageError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import Structure
 from holdfast.checkpoint.job import keeper_link
@@ -185,7 +186,7 @@ def test_nobody_waits_for_a_version_whose_place_a_newer_one_took(
 def test_what_became_durable_so_long_ago_that_it_is_forgotten_is_looked_up_in_storage() -> None:
     announced = Announced(0, lambda: True)
     announced._stored_s[Version(1, 9)] = time.monotonic() - 2 * PASSED_S
-    client = SimpleNamespace(announced=announced, alive=True)
+    client = SimpleNamespace(announced=announced, alive=True, status=lambda **_: {"alarms": []})
     handle = SaveHandle(
         Version(1, 3), Level.DURABLE, link=SimpleNamespace(client=client, last_client=client),  # type: ignore[arg-type]
         in_storage=lambda _: True, settle=lambda _: None, topology=Topology(("a",), (0,)), timeout_s=600.0,
@@ -197,7 +198,7 @@ def test_what_became_durable_while_a_callback_ran_for_long_is_told_as_durable() 
     """So many versions later the keeper's word of it is forgotten."""
     announced, told = Announced(0, lambda: True), Told()
     announced._stored_s[Version(1, 500)] = time.monotonic() - 2 * PASSED_S
-    client = SimpleNamespace(announced=announced, alive=True)
+    client = SimpleNamespace(announced=announced, alive=True, status=lambda **_: {"alarms": []})
     handles = [
         SaveHandle(
             Version(1, step),
@@ -219,6 +220,32 @@ def test_what_became_durable_while_a_callback_ran_for_long_is_told_as_durable() 
     assert isinstance(told.calls[1][1], LevelNotReached)
 
 
+def test_a_keeper_that_stands_still_does_not_make_a_version_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of work on it is heard once the keeper goes on; so too by a rank that stood still itself."""
+    monkeypatch.setattr(announcements, "PASSED_S", 0.2)
+    announced, older, asked = Announced(0, lambda: True), Version(1, 3), list[float]()
+    announced.take(Progress(version=Version(1, 4), reached=(Level.DURABLE,), reason="", abandoned=False))
+
+    def status(timeout_s: float) -> dict[str, Any]:
+        asked.append(timeout_s)
+        if len(asked) < 3:
+            raise KeeperLost("it does not answer")
+        if len(asked) == 3:  # of work on it, which was heard before the answer
+            announced.take(Progress(version=older, reached=(Level.CAPTURED,), reason="", abandoned=False, due=True))
+        return {"alarms": []}
+
+    client = SimpleNamespace(announced=announced, alive=True, status=status)
+    handle = SaveHandle(
+        older, Level.DURABLE, link=SimpleNamespace(client=client, last_client=client),  # type: ignore[arg-type]
+        in_storage=lambda _: False, settle=lambda _: None, topology=Topology(("a",), (0,)), timeout_s=600.0,
+    )  # fmt: skip
+    time.sleep(0.3)
+    assert not handle.durable[0]
+    with pytest.raises(LevelNotReached, match="took its place"):
+        handle.wait(timeout_s=DEADLINE_S)
+    assert len(asked) >= 4
+
+
 def test_a_version_is_waited_for_as_long_as_work_on_it_goes_on_behind_a_newer_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -231,6 +258,23 @@ def test_a_version_is_waited_for_as_long_as_work_on_it_goes_on_behind_a_newer_on
         assert not announced.superseded(older)
     with pytest.raises(LevelNotReached, match="took its place"):
         announced.wait(older, Level.DURABLE, DEADLINE_S)
+
+
+def test_a_callback_that_exits_does_not_end_those_to_come() -> None:
+    told = list[int]()
+
+    def on_durable(version: Version, error: HoldfastError | None) -> None:
+        told.append(version.step)
+        sys.exit(1)
+
+    tracker = DurableTracker(on_durable, None, timeout_s=DEADLINE_S)
+    for step in (1, 2):
+        handle = never(step, Level.DURABLE, "")
+        handle.committed()
+        tracker.add(handle)
+        tracker.flush(DEADLINE_S)
+    assert told == [1, 2]
+    tracker.close()
 
 
 def test_flush_names_what_was_only_due_by_the_cadence_until_a_later_one_is_durable() -> None:

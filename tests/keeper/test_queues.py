@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -174,6 +176,40 @@ def test_a_commit_for_which_the_queue_has_no_room_is_tried_again() -> None:
     committer.tick()
     assert repeated == [Version(1, 5)]
     committer.stop()
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_what_waits_behind_other_work_is_told_of_where_a_newer_version_is_durable(failed: bool) -> None:
+    """Ranks would wait for it no more, though it is made durable."""
+    told: list[Version] = []
+    older, newest = Version(1, 3), Version(1, 5)
+    standing = lambda version: SimpleNamespace(passed=version < newest)  # noqa: E731
+    state: Any = SimpleNamespace(
+        lock=threading.RLock(),
+        changed=None,
+        alarms=None,
+        ledger=SimpleNamespace(incarnation=1, standing=standing),
+        callbacks=SimpleNamespace(report=lambda reports: told.extend(reports.at_work)),
+        repeat_part=lambda _: None,
+    )
+    failover: Any = SimpleNamespace(at_work=told.append, again=lambda _: None)
+    persister = writer.Persister(state, None, Events(), None, failover)  # type: ignore[arg-type]
+    committer = writer.Committer(state, None, Events())  # type: ignore[arg-type]
+    for worker in (persister, committer):
+        worker._told_s = -writer.SIGN_S
+        if failed:
+            worker._again.failed(Order(older, (), 0, "failed"), StorageFull("no space is left"))
+        else:
+            worker._worker._jobs += [SimpleNamespace(order=Order(version, (), 0, "")) for version in (older, newest)]
+    persister._writing, persister._moved_s, persister._allowance_s = (
+        SimpleNamespace(order=Order(newest, (), 0, "")),
+        time.monotonic(),
+        9.0,
+    )  # type: ignore[assignment]
+    persister.tick()
+    assert told == [newest, older]
+    committer.tick()
+    assert told == [newest, older, older]
 
 
 @pytest.mark.parametrize("replicated_first", [True, False])

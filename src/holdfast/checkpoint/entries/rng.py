@@ -149,6 +149,8 @@ def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] 
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
         return lambda: _lists(bits.state), lambda state: setattr(bits, "state", _arrays(state))
+    if isinstance(value, numpy.random.BitGenerator):
+        return lambda: _lists(value.state), lambda state: setattr(value, "state", _arrays(state))
     if isinstance(value, numpy.random.RandomState):
         return lambda: _lists(value.get_state(legacy=False)), lambda state: value.set_state(_arrays(state))
     return None

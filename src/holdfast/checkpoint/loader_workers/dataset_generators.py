@@ -12,12 +12,13 @@ import functools
 import inspect
 import itertools
 import os
+import random
 import sys
 import textwrap
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from holdfast.base.installed import is_installed
 from holdfast.checkpoint.entries.rng import random_state
 
 # How far a dataset is looked into.
-_DEEP, _WIDE, _MANY = 8, 128, 4096
-_LEFT = (str, bytes, int, float, torch.Tensor, type, types.ModuleType)
+_DEEP, _WIDE, _MANY = 24, 128, 4096
+_LEFT = (str, bytes, int, float, torch.Tensor, types.ModuleType)
 _LISTS = (list, tuple, deque)
+_FEW = 4  # parts of what is too wide that are looked into
 _HOLDERS = (*_LISTS, dict, set)
 
 # So long a list of counts is compared.
@@ -66,28 +68,34 @@ class Look:
         self.numbers: list[Number] = []
         self.lists: dict[str, Any] = {}
         self.words = ""
-        seen: set[int] = set()
-        stack = [(name, value, 0) for name, value in reversed(things.items())]
-        while stack and len(seen) < _MANY:
-            path, value, depth = stack.pop()
+        seen, long = set[int](), list[str]()
+        left = deque((name, value, 0) for name, value in things.items())
+        while left and len(seen) < _MANY:  # what lies deep, or behind much else, comes last
+            path, value, depth = left.popleft()
             if value is None or isinstance(value, _LEFT) or id(value) in seen:
                 continue
-            seen.add(id(value))
-            if value is not torch.default_generator and (state := random_state(value)) is not None:
-                self.found[path + "'" * (path in self.found)] = state
+            if isinstance(value, type) and not _is_of_users(value.__module__):
                 continue
+            seen.add(id(value))
             held = getattr(value, "__dict__", None)
             if isinstance(held, dict) and not isinstance(value, types.FunctionType):
                 self._holds(path, type(value), held)
+            if value is not torch.default_generator and (state := random_state(value)) is not None:
+                self.found[path + "'" * (path in self.found)] = state
+                continue
+            if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+                self.words = f"{path!r}, a generator with a state of its own kind"
             if depth < _DEEP:
                 for base, where, names in _meant(path, value):
                     meant = {name: where[name] for name in names if name in where}
-                    stack += [(f"{base}.{name}", part, depth + 1) for name, part in meant.items()]
+                    left += [(f"{base}.{name}", part, depth + 1) for name, part in meant.items()]
                     numbers = [name for name, part in meant.items() if type(part) in (int, float)]
                     self.numbers += [(f"{base}.{name}", where, name, where[name]) for name in numbers]
-                stack += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value, held)]
+                left += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value, held)]
             if isinstance(value, (*_LISTS, dict)) and len(value) > _WIDE:
-                self._is_long(path, value)
+                long.append(path)
+        for path in long:
+            self._is_long(path + "[")
 
     def _holds(self, path: str, kind: type, held: dict[str, Any]) -> None:
         numbers = {name for name, value in held.items() if type(value) in (int, float)}
@@ -101,11 +109,12 @@ class Look:
         if counts or any(random_state(value) is not None for value in list(held.values())[:_WIDE]):
             self.beside.append(Beside(path, held, counts))
 
-    def _is_long(self, path: str, value: Any) -> None:
-        """Tells if there are generators in it: these are not kept."""
-        first = itertools.islice(value.values() if isinstance(value, dict) else value, 4)
-        if any(random_state(part) is not None or random_in(part) for part in first):
-            self.words = f"{path!r}, which has too many generators of random numbers"
+    def _is_long(self, path: str) -> None:
+        """Tells if there are generators in it, and not the same one in all parts: these are not kept."""
+        counts = frozenset[str]().union(*(each.counts for each in self.beside))
+        within = {each[len(path) :].partition("]")[0] for each in self.found.keys() - counts if each.startswith(path)}
+        if len(within) > 1:
+            self.words = f"{path[:-1]!r}, which has too many generators of random numbers"
 
 
 class Beside:
@@ -161,18 +170,16 @@ def _put(held: dict[str, Any], name: str, value: Any) -> None:
     held[name] = value
 
 
-def random_in(value: Any) -> bool:
-    """Tell whether an object has a generator of random numbers as an attribute."""
-    held = getattr(value, "__dict__", None)
-    return isinstance(held, dict) and any(random_state(part) is not None for part in list(held.values())[:_WIDE])
+def _first(parts: Collection[Any]) -> Iterator[Any]:
+    return itertools.islice(parts, len(parts) if len(parts) <= _WIDE else _FEW)
 
 
 def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
     """Yields what lies in a value that is not too wide, with what is added to its path."""
-    if isinstance(value, _LISTS) and len(value) <= _WIDE:
-        yield from ((f"[{at}]", part) for at, part in enumerate(value))
-    elif isinstance(value, dict) and len(value) <= _WIDE:
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    if isinstance(value, _LISTS):
+        yield from ((f"[{at}]", part) for at, part in enumerate(_first(value)))
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", value[key]) for key in _first(value))
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, types.MethodType):
@@ -188,15 +195,26 @@ def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
 def _meant(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any], Iterable[str]]]:
     """Yields names that an object reaches beside what lies in it, through its class and functions of the user's: path, place, names."""
     functions = [value] if isinstance(value, types.FunctionType) else []
-    for kind in type(value).__mro__:
+    for kind in (value if isinstance(value, type) else type(value)).__mro__:
         if _is_of_users(kind.__module__):
             functions += [part for each in vars(kind).values() if isinstance(part := _bare(each), types.FunctionType)]
             yield path, vars(kind), list(vars(kind))
     for function in functions:
-        if not is_installed(function.__code__.co_filename):
-            yield function.__module__, function.__globals__, _names_in(function.__code__)
-            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        code = function.__code__
+        if not is_installed(code.co_filename):
+            names = _names_in(code)
+            places: list[tuple[str, dict[str, Any]]] = [(function.__module__, function.__globals__)]
+            for base, where in places:  # and modules that are named there: `transforms.blur`
+                yield base, where, names
+                parts = [part for name in names if isinstance(part := where.get(name), types.ModuleType)]
+                for part in parts:
+                    if _is_of_users(part.__name__) and all(vars(part) is not known for _, known in places):
+                        places.append((part.__name__, vars(part)))
+            cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
             held = {name: found[0] for name, cell in cells if (found := _contents(cell))}
+            preset = function.__defaults__ or ()
+            held |= zip(code.co_varnames[code.co_argcount - len(preset) : code.co_argcount], preset, strict=True)
+            held |= function.__kwdefaults__ or {}
             yield path, held, held
 
 
@@ -213,7 +231,8 @@ def _contents(cell: types.CellType) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_of_users(module: str) -> bool:
-    file = getattr(sys.modules.get(module), "__file__", None)
+    found = sys.modules.get(module)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
     return module == "__main__" or (file is not None and not is_installed(os.path.abspath(file)))
 
 

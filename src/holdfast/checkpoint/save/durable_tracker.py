@@ -299,5 +299,5 @@ class DurableTracker:
             return
         try:
             self._on_durable(version, LevelNotReached(why, remedy=REMEDY) if why else None)
-        except Exception:  # the user's code must not end the thread that the next callback needs
+        except BaseException:  # the user's code, also `sys.exit`, must not end the thread that the next callback needs
             logger.exception("on_durable failed for %s", version)

@@ -101,16 +101,33 @@ class SaveHandle:
 
     @property
     def durable(self) -> tuple[bool, str]:
-        """(whether it is decided, why it is not durable); does not wait."""
+        """(whether it is decided, why it is not durable); waits only for a keeper that is silent."""
         if self._is_durable():
             return True, ""
         client = self._link.client
         known = client.announced.known(self.version) if client is not None else None
         if self._given_up or (known is not None and known.abandoned):
             return True, self._given_up or (known.reason if known is not None else "")
-        if client is not None and (over := client.announced.superseded(self.version)):
+        if client is not None and (over := self._over(client)):
             return True, over
         return False, known.reason if known is not None else "nothing was announced yet"
+
+    def _over(self, client: KeeperClient) -> str:
+        """Returns why the version does not become durable any more. Who stood still must hear first what was said meanwhile."""
+        if client.announced.superseded(self.version):
+            try:
+                client.status(timeout_s=ASK_TIMEOUT_S)  # behind all that the keeper said before
+            except KeeperLost:
+                if client.alive:
+                    client.announced.nothing_heard(self.version)
+        return client.announced.superseded(self.version)
+
+    def _goes_on(self, client: KeeperClient, until: float) -> bool:
+        """Tells whether the version may become durable though `client` named a reason, before `until`, why it does not."""
+        if not client.alive:
+            return True  # it may have died before it told
+        known = client.announced.known(self.version)
+        return time.monotonic() < until and not (known is not None and known.abandoned) and not self._over(client)
 
     def _is_durable(self) -> bool:
         """Tells whether it is durable, by what was said last: storage keeps it when the connection to the keeper has ended."""
@@ -208,8 +225,8 @@ class SaveHandle:
             try:
                 return client.announced.wait(self.version, wanted, max(0.0, until - time.monotonic()))
             except LevelNotReached as error:
-                if wanted is Level.DURABLE and not client.alive and time.monotonic() < deadline:
-                    continue  # it may have died before it told
+                if wanted is Level.DURABLE and time.monotonic() < deadline and self._goes_on(client, until):
+                    continue
                 # Earlier than the end of this slice: the answer is final. So it is when all time is over.
                 if time.monotonic() < until or until >= deadline:
                     return self._end(wanted, error, client, deadline)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import sys
 import weakref
 from collections import deque
@@ -192,6 +193,7 @@ class LoaderPlace:
             place |= {"again": self._again, "stays": self._stays}
         if newest is not None:
             self._drawn = newest.workers()
+            place["ahead"] = newest.ahead()
         workers = self._workers or self._drawn
         if workers is not None and (self._had or self._stays):
             place["workers"] = workers
@@ -253,11 +255,11 @@ class LoaderPlace:
             if not same(now := ProcessRandomness().state_dict(), ready):
                 self._began["drew"] = {"process": now, "own": self._own()}
 
-    def handed(self, counted: _Counted, indices: object) -> None:
-        """One more batch was handed out."""
+    def handed(self, counted: _Counted, indices: str) -> None:
+        """One more batch was handed out; `indices` as text."""
         if self._is_newest(counted):
             self._had += 1
-            self._order = xxhash.xxh3_64_hexdigest(f"{self._order}{indices!r}".encode())
+            self._order = xxhash.xxh3_64_hexdigest(f"{self._order}{indices}".encode())
 
     def ended(self, counted: _Counted) -> None:
         """The iterator has no more."""
@@ -300,7 +302,9 @@ class LoaderPlace:
                 next(counted, None)
         else:
             counted.skip()
-        if self._had != had or self._order != saved["order"]:
+        was_ahead, is_ahead = saved.get("ahead", ""), counted.ahead()
+        is_same = self._order == saved["order"] and all(map(operator.eq, was_ahead, is_ahead))
+        if self._had != had or not is_same:
             logger.warning(
                 "the loader goes on after %d batches, but not with the order of the run that saved: the sampler, its seed or "
                 "epoch, or the dataset is another",
@@ -326,6 +330,8 @@ class LoaderPlace:
         """Returns an iterator of torch's, whose workers go on with what those of the run that saved had drawn."""
         loader = self.loader
         count = loader.num_workers
+        if count and self._again and not self.loads_again and isinstance(loader.dataset, IterableDataset):
+            logger.warning("what the loader's workers draw and count begins anew in them: its dataset is iterable")
         if self.loads_again or isinstance(loader.dataset, IterableDataset) or not (count or begun):
             return self._make(loader)
         why = unable = worker_draws.why_not(loader) if count else ""
@@ -385,7 +391,7 @@ class _Counted:
         self._items: Any = None
         self._sampler: _Skipping | None = None
         self.has_drawn = False
-        self._indices: deque[object] = deque()
+        self._indices: deque[str] = deque()
 
     def begin(self, inner: Iterator[Any]) -> None:
         """Hands out what `inner` has."""
@@ -395,7 +401,11 @@ class _Counted:
 
     def told(self, indices: object) -> None:
         """The sampler handed out the indices of one more batch."""
-        self._indices.append(indices)
+        self._indices.append(repr(indices))
+
+    def ahead(self) -> str:
+        """Return a word for each batch that workers were asked for and that was not had yet."""
+        return "".join(xxhash.xxh3_64_hexdigest(indices.encode()) for indices in self._indices)
 
     def draws(self) -> None:
         """The sampler is asked for indices."""
@@ -422,7 +432,7 @@ class _Counted:
 
     def had(self, indices: object) -> None:
         """A batch of these indices was had before."""
-        self._place.handed(self, indices)
+        self._place.handed(self, repr(indices))
 
     def __iter__(self) -> _Counted:
         return self
@@ -440,11 +450,15 @@ class _Counted:
             if self._indices and (before is None or self._inner._rcvd_idx > before):
                 self._place.handed(self, self._indices.popleft())
             raise
-        self._place.handed(self, self._indices.popleft() if self._indices else None)
+        self._place.handed(self, self._indices.popleft() if self._indices else "None")
         return batch
 
     def __len__(self) -> int:
         return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a script asks torch's iterator for: `_shutdown_workers`."""
+        return getattr(vars(self).get("_inner"), name)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """A loader whose workers stay begins anew with the same iterator."""

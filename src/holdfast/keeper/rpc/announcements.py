@@ -117,6 +117,12 @@ class Announced:
         with self._changed:
             return self._over(version)
 
+    def nothing_heard(self, version: Version) -> None:
+        """The keeper does not answer: that it says nothing of `version` means nothing."""
+        with self._changed:
+            self._told_s[version] = time.monotonic()
+            self._told_s.move_to_end(version)
+
     def _over(self, version: Version) -> str:
         if over := self._alarms.get(messages.superseded(version.incarnation)):
             return over

@@ -68,6 +68,12 @@ class Worker(Generic[J]):
             return not self._jobs
 
     @property
+    def waiting(self) -> tuple[J, ...]:
+        """Return the jobs that wait behind the one that is being done."""
+        with self._changed:
+            return tuple(self._jobs)
+
+    @property
     def stopping(self) -> bool:
         """Return whether `stop` was called; long jobs look at it between their parts."""
         return self._stopping

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperError, StorageBusy, StorageFull
@@ -99,13 +99,14 @@ class _RetryState:
             self._version, self._orders = None, {}
 
 
-def _tell_again(state: NodeState, version: Version | None) -> None:
-    """Tells that what failed is tried again, where a newer version is durable: who waits would give it up. Under the state's lock."""
+def _tell_later(state: NodeState, versions: Iterable[Version | None]) -> None:
+    """Tells of what is done later, where a newer version is durable: who waits would give it up. Under the state's lock."""
     ledger = state.ledger
-    if version is None or ledger is None or version.incarnation != ledger.incarnation:
+    if ledger is None:
         return
-    if ledger.standing(version).passed:
-        state.callbacks.report(Reports(at_work=(version,)))
+    for version in dict.fromkeys(versions):
+        if version is not None and version.incarnation == ledger.incarnation and ledger.standing(version).passed:
+            state.callbacks.report(Reports(at_work=(version,)))
 
 
 class Persister:
@@ -170,8 +171,8 @@ class Persister:
                 self._told_s = now
                 if writing is not None and is_moving:
                     self._failover.at_work(writing.order.version)
-                else:
-                    _tell_again(self._state, self._again.pending)
+                later = [job.order.version for job in self._worker.waiting]
+                _tell_later(self._state, (self._again.pending, *later))
             for again in self._again.due() if not self._worker.stopping else ():
                 self._failover.again(again)
 
@@ -326,6 +327,7 @@ class Committer:
         self._again = _RetryState()
         self._superseded = ""  # the key of the alarm that a newer incarnation is registered
         self._told_s = 0.0
+        self._committing: Version | None = None
 
     def put(self, job: CommitJob) -> bool:
         """Queues a commit. False if too many wait: the newest of those is tried again. Under the state's lock."""
@@ -357,12 +359,13 @@ class Committer:
         with self._state.lock:
             if now - self._told_s >= SIGN_S:
                 self._told_s = now
-                _tell_again(self._state, self._again.pending)
+                later = [job.order.version for job in self._worker.waiting]
+                _tell_later(self._state, (self._again.pending, self._committing, *later))
             for order in self._again.due() if not self._worker.stopping else ():
                 self._state.repeat_part(order.version)
 
     def _commit(self, job: CommitJob) -> None:
-        version = job.order.version
+        version = self._committing = job.order.version
         try:
             storage = self._lazy_storage.open()
             storage.require_job(job.assembly.job_id)
@@ -384,9 +387,11 @@ class Committer:
                 self._state.alarms.warn("storage", f"{version} is not durable: {error}")
             job.done(version, False)
             with self._state.lock:
+                self._committing = None
                 self._again.failed(Order(version, (), 0, "commit"), error)
             return
         with self._state.lock:
+            self._committing = None
             self._again.succeeded()
         logger.info("%s is durable", version)
         self._state.alarms.calm("storage")
