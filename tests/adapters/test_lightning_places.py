@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from holdfast.adapters.lightning.loops import Place
 from holdfast.adapters.lightning.plain_loaders import PlainLoaders, doubts_of
 from holdfast.adapters.lightning.validation_loaders import ValidationLoaders
+from holdfast.checkpoint.loader_workers import worker_draws
 
 ROWS = 12
 
@@ -211,6 +213,29 @@ def test_workers_that_stay_go_on_with_what_they_draw(had: int) -> None:
     places.stay_behind(drawn)
     torch.set_rng_state(random)
     assert [batch.tolist() for batch in again] == expected
+
+
+def test_for_what_workers_load_ahead_is_waited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Noisy):
+        def __getitem__(self, index: int) -> float:
+            while index and not go_on.is_set():
+                time.sleep(0.01)
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(worker_draws, "_PATIENCE_S", 0.5)
+    go_on = torch.multiprocessing.get_context("fork").Event()
+    loader = DataLoader(Slow(), num_workers=1, persistent_workers=True)
+    places = counted(loader)
+    iterator = iter(loader)
+    next(iterator)
+    for least, most in ((0.5, 60.0), (0.0, 0.5)):
+        begun = time.monotonic()
+        assert places.workers_behind() == [None]
+        assert least <= time.monotonic() - begun < most
+    go_on.set()
+    next(iterator)
+    monkeypatch.setattr(worker_draws, "_PATIENCE_S", 60.0)
+    assert places.workers_behind() != [None]
 
 
 def test_workers_that_stay_and_whose_draws_no_version_has_are_told_of(caplog: pytest.LogCaptureFixture) -> None:

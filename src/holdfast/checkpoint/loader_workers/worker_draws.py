@@ -32,7 +32,7 @@ from holdfast.tiers.format import values as value_codec
 # Bytes for what a worker says behind one batch; a page costs memory when it is written.
 _ROOM = 1 << 16
 _HEAD = struct.Struct("<QQQQ")  # how many batches it has loaded; lengths of states and of words; digest of both
-# How long a version waits for what workers load ahead, which the next epoch waits for anyway.
+# How long a version waits for what workers load ahead, once in an epoch; the next epoch waits for it anyway.
 _PATIENCE_S = 5.0
 # Batches of a worker behind which its dataset is looked at for generators that were not there before; then at powers of two.
 _LOOKED_AT = 4
@@ -79,6 +79,7 @@ class NotedIterator(dataloader._MultiProcessingDataLoaderIter):
         self._notes = _Notes(count, (loader.prefetch_factor or 1) + 2)
         self._loaded = [0] * count  # by each worker, before the loader was last gone over
         self._first = self._to_pass = first
+        self._waited: tuple[int, ...] = ()  # for this once already
         init = loader.worker_init_fn
         with contextlib.suppress(Exception):  # classes are read here, once for all workers, which say what fails
             kept_in(_things(loader.dataset, loader.collate_fn))
@@ -103,7 +104,9 @@ class NotedIterator(dataloader._MultiProcessingDataLoaderIter):
 
     def state_behind(self) -> dict[str, Any] | None:
         """Return that of when they have loaded all that they were asked for, as the next epoch finds them; None: they do not get there."""
-        deadline, pause = time.monotonic() + _PATIENCE_S, 0.0005
+        asked = (*self._loaded, self._send_idx)
+        deadline, pause = time.monotonic() + (_PATIENCE_S if asked != self._waited else 0), 0.0005
+        self._waited = asked
         while None in (found := self._said(self._send_idx)):
             if time.monotonic() > deadline:
                 return None
