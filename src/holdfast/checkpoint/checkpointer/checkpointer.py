@@ -36,6 +36,7 @@ from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer import apart_notice
 from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
+from holdfast.checkpoint.checkpointer.closing import Closing
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of
 from holdfast.checkpoint.checkpointer.session import Fleeting, Run
 from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
@@ -891,181 +892,22 @@ class Checkpointer:
         Returns why it did not; empty if it did, or nothing was saved.
         """
         run = None if self._closed or self._is_forked else self._run
-        if run is None or not run.recent:
+        if run is None or not run.recent or not (why := self._closing(run).secure()):
             return ""
-        run.saver.settle()  # what is still being copied may yet be given up
-        run.link.wait_mended(self._config.close_timeout_s)
-        whole = run.whole
-        if whole is None or run.saver.memory is None:
-            if whole is not None and whole.is_stored():
-                return ""
-            handle = whole or run.recent[-1]
-            why = f"{self._root}: {handle.version} is not durable: {handle.given_up or 'memory alone has it'}"
-            logger.error("%s", why)
-            return why
-        try:
-            self._wait_for(run, self._raise_level(run, whole, Level.DURABLE))
-        except LevelNotReached as error:
-            logger.error("%s: %s", self._root, error)
-            return f"{self._root}: {error.what}"
-        return ""
+        logger.error("%s: %s", self._root, why)
+        return f"{self._root}: {why}"
 
     def _finish(self, run: Run) -> bool:
-        """The last step is durable; if its state is not here any more, the newest version that was saved, aloud.
+        return self._closing(run).finish()
 
-        Returns whether the keeper may end with this job.
-        """
-        run.durables.ending()
-        run.lower.ends(max(run.state_step, run.start - 1))
-        run.saver.settle()
-        run.link.wait_mended(self._config.close_timeout_s)
-        direct, last, changed = run.saver.memory is None, run.last, self._why_changed(run)
-        if changed:
-            run.lower.stays_away(run)
-            run.lower.ends_as_saved(run)
-        given_up = last.given_up if last is not None else ""
-        comes_back = bool(
-            last is not None and given_up and not changed and run.link.unannounced.take_back(last.version)
-        )
-        if comes_back or (direct and given_up and not changed):
-            run.last = last = None
-        run.saver.await_slots(self._config.close_timeout_s)
-        is_unsaved = run.state_step > (last.version.step if last is not None else -1) and not changed
-        if is_unsaved and run.lower.awaits_all(run, self.patience_s):
-            last = self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
-            if comes_back and (given_up := last.given_up) and (whole := run.whole) is not None:
-                last = self._raise_level(run, whole, Level.DURABLE)  # it was abandoned for good meanwhile
-        elif (whole := run.whole) is not None:
-            last = self._raise_level(run, whole, Level.DURABLE)
-        elif run.fleeting is not None and last is None:
-            if changed:
-                self._leave_restored(run, run.fleeting.version, changed)
-                return False
-            last = self._keep_restored(run, run.fleeting)
-        last, given_up = self._of_all(run, last, changed), run.lower.passed or given_up
-        if last is not None:
-            last, given_up = self._wait_for(run, last), given_up or last.durable[1]
-        elif run.state_step >= 0 and not run.lower.passed:
-            raise LevelNotReached(
-                f"nothing of this run is durable: step {run.state_step} was not due, and {changed} after it was reported",
-                remedy="report a step behind the last optimizer step, and close before other weights are loaded",
-            )
-        if last is not None and last.version.step < run.state_step:
-            remedy = "report a step behind the last optimizer step, and close before other weights are loaded"
-            why = f"{changed} after it was reported; {remedy}" if changed else given_up
-            logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
-        return True
-
-    def _of_all(self, run: Run, last: SaveHandle | None, changed: str) -> SaveHandle | None:
-        """Returns the save to wait for in `close`: the last one, made again where it has to be, or the newest one that all ranks make.
-
-        None if that is in storage without this rank.
-
-        Raises:
-            LevelNotReached: there is none that all ranks made.
-        """
-        if changed:
-            run.lower.awaits_all(run, self.patience_s)
-        elif run.lower.closing(run, self.patience_s):
-            return self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
-        if last is None or not run.lower.passed:
-            return last
-        run.lower.stays_away(run)
-        run.lower.give_up_passed(run, self.patience_s)
-        if (whole := run.whole) is not None:
-            return self._raise_level(run, whole, Level.DURABLE)
-        client = run.link.client
-        if client is None or client.announced.captured is None:
-            raise LevelNotReached(f"nothing of this run is durable: {run.lower.passed}")
-        logger.error("step %d is not saved: %s", run.state_step, run.lower.passed)
-        return None
-
-    @staticmethod
-    def _why_changed(run: Run) -> str:
-        """Return why this rank does not hold the last step any more, or another one where all save straight to storage, or none.
-
-        Collective there, if the last step is not saved yet.
-        """
-        changed, last = run.changed, run.last
-        is_saved = last is not None and not last.given_up and last.version.step >= run.state_step
-        if run.saver.memory is not None or is_saved or run.state_step < 0:
-            return changed
-        told = enumerate(collectives.gather_json(run.job.group, changed))
-        return changed or next((f"rank {rank}: {why}" for rank, why in told if why), "")
-
-    def _wait_for(self, run: Run, last: SaveHandle) -> SaveHandle:
-        """Wait until a version is durable: the last one, or the next older one that is whole where another rank abandoned it.
-
-        Raises:
-            LevelNotReached: it is not. Where this rank gave it up, the next older one that is whole is durable all the same.
-        """
-        deadline = time.monotonic() + self._config.close_timeout_s
-        while True:
-            client = run.link.last_client
-            try:
-                last.wait(Level.DURABLE)
-            except LevelNotReached as error:
-                is_gone = (client is None or not client.alive) and time.monotonic() < deadline
-                if is_gone and (again := self._after_next_keeper(run, last)) is not None:
-                    last = again
-                    continue
-                if last.is_stored():  # those that knew have ended
-                    return last
-                known = run.link.client.announced.known(last.version) if run.link.client is not None else None
-                run.lower.stays_away(run)
-                if last.given_up and (found := self._what_stays(run)):
-                    raise LevelNotReached(f"{error.what}; {found}", where=error.where, remedy=error.remedy) from error
-                if last.given_up or known is None or not known.abandoned:
-                    raise
-                last.give_up(error.what)
-                if (whole := run.whole) is None:
-                    raise
-                last = self._raise_level(run, whole, Level.DURABLE)
-            else:
-                return last
-
-    def _what_stays(self, run: Run) -> str:
-        """Makes the newest version that is whole durable; returns which that is, or what memory alone has. Empty if there is none."""
-        if (whole := run.whole) is not None:
-            try:
-                return f"what is durable is {self._wait_for(run, self._raise_level(run, whole, Level.DURABLE)).version}"
-            except LevelNotReached as lost:
-                return lost.what
-        if run.fleeting is None:
-            return ""
-        linger_s = self._config.linger_s  # storage takes no version of an earlier incarnation
-        return f"{run.fleeting.version}, which was restored, is in memory alone: start again within {linger_s:g} s to have it in storage"
-
-    def _after_next_keeper(self, run: Run, last: SaveHandle) -> SaveHandle | None:
-        """The keeper died while `last` was waited for: the next one has it from our slots, or it is saved again.
-
-        Returns what to wait for now; None if it was given up, or there is no next one.
-        """
-        if run.saver.memory is None or last.given_up or not run.link.wait_mended(self._config.close_timeout_s):
-            return None
-        if not run.changed and run.lower.closing(run):
-            return self._save(run, run.state_step, Level.DURABLE, why=Waits.LAST)
-        return last
-
-    def _keep_restored(self, run: Run, restored: Fleeting) -> SaveHandle:
-        """No step was made since a restore from memory, which ends with the job: what was restored becomes durable."""
-        run.at(restored.version.step)
-        with restored.around(run.state):
-            return self._save(run, restored.version.step, Level.DURABLE, why=Waits.LAST)
-
-    def _leave_restored(self, run: Run, restored: Version, changed: str) -> None:
-        """Steps were made since a restore from memory, and none was reported: no fault of a script that is at its end."""
-        version = run.job.version(restored.step)
-        try:  # the others need not wait for it
-            run.link.require().abandon(version, changed)
-        except KeeperLost:
-            run.link.unannounced.add(version)
-        logger.error(
-            "%s was restored from memory and is in no storage, and %s since, which was not reported. Memory holds it for %g s: "
-            "start again within that time to have it in storage, and report each step that is made",
-            restored,
-            changed,
-            self._config.linger_s,
+    def _closing(self, run: Run) -> Closing:
+        return Closing(
+            run,
+            save=lambda step: self._save(run, step, Level.DURABLE, why=Waits.LAST),
+            make_due=lambda handle: self._raise_level(run, handle, Level.DURABLE),
+            timeout_s=self._config.close_timeout_s,
+            patience_s=self.patience_s,
+            linger_s=self._config.linger_s,
         )
 
     def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
