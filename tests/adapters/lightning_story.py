@@ -86,8 +86,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "plain augmented": {"max_epochs": 2, "val_check_interval": 5},
     "plain workers": {"max_epochs": 3, "val_check_interval": 5},
     "plain stays": {"max_epochs": 3, "val_check_interval": 5},
+    "plain stays and draws": {
+        "max_epochs": 3,
+        "limit_train_batches": 10,
+        "limit_val_batches": 1,
+        "val_check_interval": 5,
+    },
     "plain validation stays": {"max_epochs": 3, "val_check_interval": 5},
     "plain validation own": {"max_epochs": 3, "val_check_interval": 5},
+    "plain validation reloads": {"max_epochs": 3, "val_check_interval": 5, "reload_dataloaders_every_n_epochs": 1},
     "plain weighted": {"max_epochs": 3, "val_check_interval": 5, "use_distributed_sampler": True},
     "plain shared": {"max_epochs": 3, "val_check_interval": 5, "use_distributed_sampler": True},
     "plain stream": {"max_epochs": 3, "val_check_interval": 5},
@@ -158,7 +165,9 @@ def plain(plan: str, rows: torch.Tensor) -> Any:
         return [loader(part, batch_size=BATCH, shuffle=True) for part in (rows, rows[: 2 * ROWS // 5])]
     if kind in ("augmented", "workers"):
         return loader(Augmented(rows), batch_size=BATCH, shuffle=True, num_workers=2 * (kind == "workers"))
-    stays = kind == "stays"
+    stays = kind.startswith("stays")
+    if kind == "stays and draws":
+        rows = Augmented(rows)
     return loader(rows, BATCH, shuffle=kind != "in order", num_workers=2 * stays, persistent_workers=stays)
 
 
@@ -197,8 +206,14 @@ class Data(LightningDataModule):
         rows = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(99))
         if "drawn" in self.plan:
             rows = torch.randn(2 * BATCH, WIDTH)
-        stays = self.plan == "plain validation stays"
-        own = torch.Generator().manual_seed(6) if self.plan == "plain validation own" else None
+        stays = self.plan in ("plain validation stays", "plain stays and draws", "plain validation reloads")
+        if self.plan in ("plain stays and draws", "plain validation reloads"):
+            rows = Augmented(torch.cat([rows, rows]))
+        own = (
+            torch.Generator().manual_seed(6)
+            if self.plan in ("plain validation own", "plain validation reloads")
+            else None
+        )
         return torch.utils.data.DataLoader(
             rows, batch_size=BATCH, num_workers=stays, persistent_workers=stays, shuffle=own is not None, generator=own
         )

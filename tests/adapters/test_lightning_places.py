@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from holdfast.adapters.lightning.loops import Place
 from holdfast.adapters.lightning.plain_loaders import PlainLoaders, doubts_of
 from holdfast.adapters.lightning.validation_loaders import ValidationLoaders
+from holdfast.checkpoint.loader_workers import worker_draws
 
 ROWS = 12
 
@@ -189,12 +192,92 @@ def test_what_changes_under_a_loader_that_hands_out_its_place_is_told(caplog: py
     ]
 
 
+@pytest.mark.parametrize("had", [3, ROWS // 2])
+def test_workers_that_stay_go_on_with_what_they_draw(had: int) -> None:
+    """Behind an epoch, of which the rest that they loaded ahead was not had."""
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True)
+
+    torch.manual_seed(1)
+    first = loader()
+    places = counted(first)
+    assert len(list(itertools.islice(first, had))) == had
+    own, drawn, random = places.behind(), places.workers_behind(), torch.get_rng_state()
+    expected = [batch.tolist() for batch in first]
+    torch.manual_seed(2)
+    again = loader()
+    places = counted(again)
+    iter(again)  # Lightning makes one with the loader
+    places.begin_behind(own)
+    places.stay_behind(drawn)
+    torch.set_rng_state(random)
+    assert [batch.tolist() for batch in again] == expected
+
+
+def test_for_what_workers_load_ahead_is_waited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Noisy):
+        def __getitem__(self, index: int) -> float:
+            while index and not go_on.is_set():
+                time.sleep(0.01)
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(worker_draws, "_PATIENCE_S", 0.5)
+    go_on = torch.multiprocessing.get_context("fork").Event()
+    loader = DataLoader(Slow(), num_workers=1, persistent_workers=True)
+    places = counted(loader)
+    iterator = iter(loader)
+    next(iterator)
+    for least, most in ((0.5, 60.0), (0.0, 0.5)):
+        begun = time.monotonic()
+        assert places.workers_behind() == [None]
+        assert least <= time.monotonic() - begun < most
+    go_on.set()
+    next(iterator)
+    monkeypatch.setattr(worker_draws, "_PATIENCE_S", 60.0)
+    assert places.workers_behind() != [None]
+
+
+def test_workers_that_stay_and_whose_draws_no_version_has_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(Noisy(), num_workers=1, persistent_workers=True)
+    places = counted(loader)
+    places.stay_behind([])
+    next(iter(loader))
+    assert "begin anew in them: the version does not have them" in caplog.text
+
+
+def test_workers_of_a_validation_that_stay_go_on_with_what_they_draw() -> None:
+    def validating() -> ValidationLoaders:
+        loader = DataLoader(Noisy(), batch_size=2, num_workers=1, persistent_workers=True)
+        return ValidationLoaders(SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader])), print)
+
+    def rows(loaders: ValidationLoaders) -> list[Any]:
+        loaders.begin()
+        return [batch.tolist() for batch in itertools.islice(loaders._combined.flattened[0], 2)]
+
+    first, again = validating(), validating()
+    rows(first)
+    saved, random = first.state_dict(), torch.get_rng_state()
+    expected = rows(first)
+    torch.manual_seed(2)
+    again.load_state_dict(saved)
+    torch.set_rng_state(random)
+    assert rows(again) == expected
+    loader = again._combined.flattened[0]
+    again.let_go()
+    assert "_get_iterator" not in vars(loader)
+
+
 def test_workers_of_a_validation_that_stay_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     for workers, told in ((0, 0), (1, 1)):
         place: Any = Place.__new__(Place)
-        loader = DataLoader([1, 2], num_workers=workers, persistent_workers=bool(workers))
+        context = "spawn" if workers else None
+        loader = DataLoader(
+            [1, 2], num_workers=workers, persistent_workers=bool(workers), multiprocessing_context=context
+        )
         loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
         place._plain, place._validating = counted(), ValidationLoaders(loop, print)
+        place.made_to_validate = SimpleNamespace(were_due=False)
         for _ in range(2):
             place.validation_begins()
         assert sum("persistent_workers" in record.message for record in caplog.records) == told

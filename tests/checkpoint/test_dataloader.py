@@ -447,6 +447,24 @@ class Counting(Loud):
         return super().__getitem__(index)
 
 
+class Tallying(Loud):
+    """Counts in a list, and in what each item begins with anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0] * len(ROWS)
+        self.once, self.other, self.sums = [0], {"rows": 0}, np.zeros(2)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.once[0], self.other = 0, {"rows": 0}
+        self.sums.fill(0)
+        self.once[0] += index
+        self.other["rows"] += index
+        self.sums[0] += index
+        self.seen[index] += 1
+        return super().__getitem__(index)
+
+
 STREAM = {"num_workers": 1, "persistent_workers": True, "dataset": Stream(), "batch_size": 3}
 
 
@@ -472,6 +490,7 @@ class Failing(Loud):
         ({"num_workers": 2, "dataset": Summing()}, {"num_workers": 2}, "'dataset.total', which cannot be read"),
         ({"num_workers": 2, "dataset": Caching()}, {"num_workers": 2}, "'dataset.cache', which a worker changes"),
         ({"num_workers": 2, "dataset": Counting()}, {"num_workers": 2}, "'dataset.count', which a worker changes"),
+        ({"num_workers": 2, "dataset": Tallying()}, {"num_workers": 2}, "'dataset.seen', which a worker changes"),
     ],
 )  # fmt: skip
 def test_workers_that_begin_anew_are_told(
@@ -560,6 +579,7 @@ def test_nothing_holds_a_class_that_was_looked_at() -> None:
         pass
 
     assert "dataset.taken" in dataset_generators.kept_in({"dataset": Passing()})
+    assert dataset_generators.Look({"dataset": Tallying()}).lists.keys() == {"dataset.seen"}
     held = weakref.ref(Passing)
     del Passing
     gc.collect()

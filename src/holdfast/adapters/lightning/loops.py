@@ -24,7 +24,7 @@ import torch.utils.data
 from holdfast.adapters.lightning.logged import Resumed, metrics_of, put_back, resume_sums, sums_of
 from holdfast.adapters.lightning.made_loaders import MadeLoaders
 from holdfast.adapters.lightning.orders import Order, generators_of, orders_of, samplers_of
-from holdfast.adapters.lightning.plain_loaders import CHANGES, PlainLoaders, doubts_of
+from holdfast.adapters.lightning.plain_loaders import CHANGES, PlainLoaders, doubts_of, notes_draws, stays
 from holdfast.adapters.lightning.validation_loaders import STAYING, ValidationLoaders
 from holdfast.base import config as settings
 from holdfast.checkpoint.entries.rng import ProcessRandomness
@@ -58,6 +58,7 @@ class Place:
         self._orders: list[Order] = []
         self._plain = PlainLoaders(tells=trainer.is_global_zero)
         self._places: list[Any] = []  # where they were
+        self._workers: list[Any] = []  # what workers that stay had drawn between two epochs
         self._validating = ValidationLoaders(
             self._fit.epoch_loop.val_loop, functools.partial(self._plain.tell, CHANGES)
         )
@@ -87,6 +88,7 @@ class Place:
             "loops": loops,
             "orders": [order.drawn for order in self._orders],
             "places": places,
+            "workers": [] if within else self._plain.workers_behind(),
             "generators": [generator.get_state() for generator in generators_of(self._fit._combined_loader)],
             "validation": self._validating.state_dict(),
             "lengths": self._lengths_now(),
@@ -120,6 +122,7 @@ class Place:
         self.made_to_validate.load_state_dict(validation)
         self._lengths = state.get("lengths") or {}
         self._drawn, self._places = state.get("orders") or [], state.get("places") or []
+        self._workers = state.get("workers") or []
         self._validating.load_state_dict(state.get("validation") or {})
         self._trainer.should_stop = state["should_stop"]
         connector = self._trainer._logger_connector
@@ -230,11 +233,12 @@ class Place:
     def let_go(self) -> None:
         """The training is over: loaders are as they were."""
         self._plain.let_go()
+        self._validating.let_go()
 
     def _tell_of_workers(self) -> None:
         for loader in self._fit._combined_loader.flattened:
             within = self._within and not is_plain(loader)  # a plain one loads again what was had
-            if getattr(loader, "num_workers", 0) and (within or getattr(loader, "persistent_workers", False)):
+            if (getattr(loader, "num_workers", 0) and within) or (stays(loader) and not notes_draws(loader)):
                 logger.warning("workers load the data, and what they draw by themselves (augmentations) they draw anew")
 
     def _tell_of_places(self) -> None:
@@ -261,8 +265,8 @@ class Place:
 
     def validation_begins(self) -> None:
         """Its loaders are there."""
-        self._validating.begin()
-        if self._validating.stay:
+        self._validating.begin(anew=self.made_to_validate.were_due)
+        if self._validating.begin_anew:
             self._plain.tell("what %s draw or count by themselves begins anew behind a restart", STAYING)
 
     def run_starts(self) -> None:
@@ -274,6 +278,8 @@ class Place:
         self._trained.change()
         # Nothing of the epoch before is left; or, within an epoch, hooks have set anew what steps had changed.
         self._plain.begin_behind(self._places)
+        if not self._within:
+            self._plain.stay_behind(self._workers)
         trainer, self._begun_with = self._trainer, self._fit._combined_loader
         self._count_reloads()
         for callback in trainer.callbacks if self._within else ():

@@ -18,10 +18,14 @@ class MadeLoaders:
     Args:
         loop: Lightning's, of the training or of the validation.
         is_due: whether its loaders are to be made anew in this epoch anyway.
+
+    Attributes:
+        were_due: whether the newest were, so that those of the run before are gone in an undisturbed run too.
     """
 
     def __init__(self, loop: Any, is_due: Callable[[], bool]) -> None:
         self._loop, self._is_due = loop, is_due
+        self.were_due = False
         self._random: dict[str, Any] = {}  # nothing was made while we looked
         self._saved: dict[str, Any] = {}
 
@@ -36,11 +40,12 @@ class MadeLoaders:
     def set_up(self, set_up: Callable[[], None]) -> None:
         """Around the loop's `setup_data`, which may make loaders. Behind loaders that are made again nothing has been drawn for them."""
         combined, now = self._loop._combined_loader, ProcessRandomness().state_dict()
-        again = self._saved if combined is None and not self._is_due() else {}
+        is_due = self._is_due()
+        again = self._saved if combined is None and not is_due else {}
         if again:
             ProcessRandomness().load_state_dict(again)
         set_up()
         if again:
             ProcessRandomness().load_state_dict(now)
         if self._loop._combined_loader is not combined:
-            self._random, self._saved = again or now, {}
+            self._random, self._saved, self.were_due = again or now, {}, is_due

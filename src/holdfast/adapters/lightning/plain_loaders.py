@@ -2,7 +2,8 @@
 
 Each loader is counted by `checkpoint.state.dataloader`: behind a restart within an epoch its order is drawn again with the random numbers
 that the epoch began with, and what was had is left out. Lightning goes over several loaders at one time, and
-over some again within an epoch; what of that has no place is told at the start. Called by `adapters.lightning.loops`.
+over some again within an epoch; what of that has no place is told at the start. Workers that stay note what they draw, within an epoch
+and behind it; others load again what was had. Called by `adapters.lightning.loops`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.adapters.lightning.data_attributes import DataAttributes
+from holdfast.checkpoint.loader_workers.worker_draws import why_not
 from holdfast.checkpoint.state.dataloader import LoaderPlace, is_plain, place_of
 from holdfast.checkpoint.state.stateful import is_stateful
 
@@ -47,7 +49,7 @@ class PlainLoaders:
         self.let_go()
         self._places = [place_of(loader) for loader in loaders if is_plain(loader)]
         for number, place in enumerate(self._places):
-            place.loads_again = True
+            place.loads_again = not notes_draws(place.loader)
             place.doubted = functools.partial(self.tell, _STEP_BY_STEP)
             changed = self._changed.setdefault(number, set())
             place.more = DataAttributes(place.loader, changed, functools.partial(self.tell, CHANGES))
@@ -72,6 +74,16 @@ class PlainLoaders:
         for place, state in zip(self._places, states, strict=False):
             place.begin_behind(state)
 
+    def workers_behind(self) -> list[dict[str, Any] | None]:
+        """Return what workers that stay have drawn between two epochs."""
+        return [place.workers_behind() for place in self._places]
+
+    def stay_behind(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """Workers that stay go on behind the epoch before with what these had drawn."""
+        for number, place in enumerate(self._places):
+            if notes_draws(place.loader):
+                place.stay_behind(states[number] if number < len(states) else None)
+
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """The next iterator of each goes on there."""
         if len(states) != len(self._places):
@@ -91,6 +103,18 @@ class PlainLoaders:
         if self._tells and what not in self._told:
             self._told.add(what)
             logger.warning(why, what)
+
+
+def stays(loader: Any) -> bool:
+    """Tell whether a loader has workers that stay."""
+    return bool(getattr(loader, "num_workers", 0) and getattr(loader, "persistent_workers", False))
+
+
+def notes_draws(loader: Any) -> bool:
+    """Tell whether a loader has workers that stay and can note what they draw."""
+    return (
+        stays(loader) and is_plain(loader) and not isinstance(loader.dataset, IterableDataset) and not why_not(loader)
+    )
 
 
 def doubts_of(loaders: Sequence[Any], mode: str, *, has_length: bool, takes_itself: bool) -> list[str]:
@@ -116,6 +140,6 @@ def doubts_of(loaders: Sequence[Any], mode: str, *, has_length: bool, takes_itse
         found.append(f"{at_one_time}: one loader is given twice")
     if takes_itself:
         found.append(f"{at_one_time}, if the training step takes batches ahead from its dataloader_iter")
-    if any(isinstance(each, DataLoader) and each.num_workers and each.persistent_workers for each in loaders):
+    if any(isinstance(each, DataLoader) and stays(each) and not notes_draws(each) for each in loaders):
         found.append("what workers that stay (persistent_workers) draw by themselves is drawn anew behind a restart")
     return list(dict.fromkeys(found))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
+import xxhash
 
 from holdfast.base.installed import is_installed
 from holdfast.checkpoint.entries.rng import random_state
@@ -33,8 +34,11 @@ _LISTS = (list, tuple, deque)
 _FEW = 4  # parts of what is too wide that are looked into
 _HOLDERS = (*_LISTS, dict, set)
 
-# What was read of classes. Nothing here holds one: a script that runs again in its process has others.
-_COUNTS: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+# So long a list of counts is compared.
+_LONG = 1 << 20
+
+# What was read of classes: their counts, and their lists of counts. Nothing here holds one: a script that runs again in its process has others.
+_COUNTS: weakref.WeakKeyDictionary[type, tuple[frozenset[str], frozenset[str]]] = weakref.WeakKeyDictionary()
 
 # By path: how something is read, and how it is set.
 Kept = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
@@ -54,6 +58,7 @@ class Look:
         found: generators of random numbers, and numbers that are counts, by path.
         beside: objects that hold one of these, with what else they hold.
         numbers: those of classes and modules that functions of the user's use.
+        lists: what lies in lists, dicts and arrays of counts, by path.
         words: what lies in something that is too long to be looked into; empty if nothing was seen.
     """
 
@@ -61,6 +66,7 @@ class Look:
         self.found: Kept = {}
         self.beside: list[Beside] = []
         self.numbers: list[Number] = []
+        self.lists: dict[str, Any] = {}
         self.words = ""
         seen, long = set[int](), list[str]()
         left = deque((name, value, 0) for name, value in things.items())
@@ -93,7 +99,11 @@ class Look:
 
     def _holds(self, path: str, kind: type, held: dict[str, Any]) -> None:
         numbers = {name for name, value in held.items() if type(value) in (int, float)}
-        counts = counts_of(kind) & numbers if numbers else frozenset[str]()
+        counts, lists = (
+            counts_of(kind) if numbers or _is_of_users(kind.__module__) else (frozenset[str](), frozenset[str]())
+        )
+        counts, lists = counts & numbers, lists & held.keys()
+        self.lists |= {f"{path}.{name}": each for name in lists if (each := _in_list(held[name])) is not None}
         for name in counts:
             self.found[f"{path}.{name}"] = (functools.partial(_number, held, name), functools.partial(_put, held, name))
         if counts or any(random_state(value) is not None for value in list(held.values())[:_WIDE]):
@@ -233,28 +243,76 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *within]))
 
 
-def counts_of(kind: type) -> frozenset[str]:
-    """Returns the attributes to which the methods of a class add: `self.seen += 1`, `self.seen = self.seen + 1`."""
+def _in_list(value: Any) -> Any:
+    """Returns the numbers in a list, a dict, an array or a tensor, to be compared; None: they are none, or too many."""
+    if isinstance(value, torch.Tensor):
+        try:
+            value = value.detach().numpy()
+        except (TypeError, RuntimeError):  # of a device, or of a dtype that NumPy does not have
+            return None
+    if hasattr(value, "tobytes") and hasattr(value, "nbytes"):
+        return xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= 8 * _LONG else None
+    if not isinstance(value, (*_LISTS, dict)) or len(value) > _LONG:
+        return None
+    numbers = list(value.values() if isinstance(value, dict) else value)
+    return numbers if all(type(each) in (int, float) for each in numbers) else None
+
+
+def counts_of(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the attributes to which the methods of a class add, and those to parts of which they do nothing but add.
+
+    The first are of the kind `self.seen += 1` or `self.seen = self.seen + 1`, the second `self.seen[index] += 1`. What they also set or clear,
+    but where the object begins, may be meant for one item alone.
+    """
     if kind not in _COUNTS:
         _COUNTS[kind] = _read_counts(kind)
     return _COUNTS[kind]
 
 
-def _read_counts(kind: type) -> frozenset[str]:
+def _read_counts(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     if kind.__module__.partition(".")[0] in ("torch", "torchvision", "numpy", "builtins"):
-        return frozenset()
-    found = set[str]()
+        return frozenset(), frozenset()
+    found, lists, others = set[str](), set[str](), set[str]()
     for each in kind.__mro__:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(each))) if each is not object else ast.Module([], [])
         except (OSError, TypeError, SyntaxError, ValueError):
             continue
+        begins = {
+            node
+            for method in ast.walk(tree)
+            if isinstance(method, ast.FunctionDef) and method.name in ("__init__", "__setstate__")
+            for node in ast.walk(method)
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.AugAssign):
                 found |= _own([node.target])
+                lists |= _own(_whole([node.target])) - _own([node.target])
             elif isinstance(node, ast.Assign):
                 found |= _own(node.targets) & _own(list(ast.walk(node.value)))
-    return frozenset(found)
+            if node not in begins:
+                others |= _own(_whole(_written(node)))
+    return frozenset(found), frozenset(lists - others)
+
+
+def _written(node: ast.AST) -> list[ast.AST]:
+    """Returns what a statement may set or clear: `self.seen[0] = 0`, `self.seen.clear()`, `add(a, b, out=self.seen)`."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        return list(node.targets)
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        called = node.value.func
+        return [*node.value.args, *([called.value] if isinstance(called, ast.Attribute) else [])]
+    return [each.value for each in node.keywords if each.arg == "out"] if isinstance(node, ast.Call) else []
+
+
+def _whole(nodes: Sequence[ast.AST]) -> list[ast.AST]:
+    """Returns what nodes are parts of, `self.seen` for `self.seen[0][1]`; of a tuple that of each."""
+    found: list[ast.AST] = []
+    for node in nodes:
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        found += _whole(node.elts) if isinstance(node, ast.Tuple | ast.List) else [node]
+    return found
 
 
 def _own(nodes: Sequence[ast.AST]) -> set[str]:

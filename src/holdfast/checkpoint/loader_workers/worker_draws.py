@@ -15,10 +15,12 @@ import contextlib
 import mmap
 import multiprocessing
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch.utils.data import DataLoader, MapDataPipe, dataloader
 from torch.utils.data._utils import worker
 
@@ -29,9 +31,12 @@ from holdfast.tiers.format import values as value_codec
 
 # Bytes for what a worker says behind one batch; a page costs memory when it is written.
 _ROOM = 1 << 16
-_HEAD = struct.Struct("<QQQ")  # how many batches it has loaded; lengths of states and of words
+_HEAD = struct.Struct("<QQQQ")  # how many batches it has loaded; lengths of states and of words; digest of both
+# How long a version waits for what workers load ahead, once in an epoch; the next epoch waits for it anyway.
+_PATIENCE_S = 5.0
 # Batches of a worker behind which its dataset is looked at for generators that were not there before; then at powers of two.
 _LOOKED_AT = 4
+_SILENT = "random numbers of its workers, which say nothing of them"
 
 
 def why_not(loader: DataLoader[Any]) -> str:
@@ -74,6 +79,7 @@ class NotedIterator(dataloader._MultiProcessingDataLoaderIter):
         self._notes = _Notes(count, (loader.prefetch_factor or 1) + 2)
         self._loaded = [0] * count  # by each worker, before the loader was last gone over
         self._first = self._to_pass = first
+        self._waited: tuple[int, ...] = ()  # for this once already
         init = loader.worker_init_fn
         with contextlib.suppress(Exception):  # classes are read here, once for all workers, which say what fails
             kept_in(_things(loader.dataset, loader.collate_fn))
@@ -94,15 +100,33 @@ class NotedIterator(dataloader._MultiProcessingDataLoaderIter):
 
     def state(self) -> dict[str, Any]:
         """Return the seed of the workers, and what each has drawn up to the last batch that was had of it."""
-        found = [
-            self._notes.read(number, loaded) if loaded else (self._begun[number], "")
-            for number, loaded in enumerate(self._loaded_of(self._rcvd_idx))
-        ]
+        return self._told([each or (b"", _SILENT) for each in self._said(self._rcvd_idx)])
+
+    def state_behind(self) -> dict[str, Any] | None:
+        """Return that of when they have loaded all that they were asked for, as the next epoch finds them; None: they do not get there."""
+        asked = (*self._loaded, self._send_idx)
+        deadline, pause = time.monotonic() + (_PATIENCE_S if asked != self._waited else 0), 0.0005
+        self._waited = asked
+        while None in (found := self._said(self._send_idx)):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return self._told(list(filter(None, found)))
+
+    def _told(self, found: Sequence[tuple[bytes, str]]) -> dict[str, Any]:
         return {
             "seed": self._seed,
             "states": [states for states, _ in found],
             "words": next(filter(None, (words for _, words in found)), ""),
         }
+
+    def _said(self, num_batches: int) -> list[tuple[bytes, str] | None]:
+        """Returns what each worker says of when so many batches were loaded since the loader was last gone over."""
+        return [
+            self._notes.read(number, loaded) if loaded else (self._begun[number], "")
+            for number, loaded in enumerate(self._loaded_of(num_batches))
+        ]
 
     def _loaded_of(self, num_batches: int) -> list[int]:
         """Returns how many batches each worker has loaded when so many were since the loader was last gone over."""
@@ -145,19 +169,21 @@ class _Notes:
         said = words.encode()[:1024]
         if len(states) + len(said) + _HEAD.size > _ROOM:
             states, said = b"", b"random numbers of its workers, which are too many to be kept"
-        at = self._at(number, loaded)
-        head = _HEAD.pack(loaded, len(states), len(said))
-        self._memory[at : at + len(head) + len(states) + len(said)] = head + states + said
+        at, body = self._at(number, loaded), states + said
+        head = _HEAD.pack(loaded, len(states), len(said), xxhash.xxh3_64_intdigest(body))
+        self._memory[at : at + len(head) + len(body)] = head + body
 
-    def read(self, number: int, loaded: int) -> tuple[bytes, str]:
-        """Returns what a worker had drawn behind so many batches, and what cannot be kept."""
+    def read(self, number: int, loaded: int) -> tuple[bytes, str] | None:
+        """Returns what a worker had drawn behind so many batches, and what cannot be kept; None if it has not said so."""
         at = self._at(number, loaded)
-        found, num_states, num_words = _HEAD.unpack(self._memory[at : at + _HEAD.size])
+        found, num_states, num_words, digest = _HEAD.unpack(self._memory[at : at + _HEAD.size])
         if found != loaded:
-            return b"", "random numbers of its workers, which say nothing of them"
+            return None
         at += _HEAD.size
-        words = self._memory[at + num_states : at + num_states + num_words]
-        return self._memory[at : at + num_states], words.decode(errors="replace")
+        body = self._memory[at : at + num_states + num_words]
+        if xxhash.xxh3_64_intdigest(body) != digest:
+            return None  # it is about to
+        return body[:num_states], body[num_states:].decode(errors="replace")
 
     def _at(self, number: int, loaded: int) -> int:
         return (number * self._kept + loaded % self._kept) * _ROOM
@@ -179,6 +205,7 @@ class _Noting(WorkerInit):
         self._kept: Kept = {}
         self._beside: list[Beside] = []
         self._numbers: list[Number] = []
+        self._lists: dict[str, Any] = {}
         self._seeded: dict[str, Any] = {}
         self._drawn: tuple[dict[str, Any], bytes] = ({}, b"")
         self._words = ""
@@ -215,6 +242,9 @@ class _Noting(WorkerInit):
             looked = Look(things)
             if not self._kept:
                 self._beside, self._numbers, self._words = looked.beside, looked.numbers, looked.words
+                self._lists = looked.lists
+            changed = (path for path, was in self._lists.items() if looked.lists.get(path, was) != was)
+            self._words = self._words or next((f"{path!r}, which a worker changes" for path in changed), "")
             return looked.found
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the worker has to go on
             self._words = f"what cannot be looked at: {type(error).__name__}: {error}"

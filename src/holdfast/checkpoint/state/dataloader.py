@@ -231,6 +231,20 @@ class LoaderPlace:
         """The next iterator begins as behind that one."""
         self._set_own(own)
 
+    def workers_behind(self) -> dict[str, Any] | None:
+        """Returns what workers that stay have drawn behind an iterator; None: there are none, or they do not say so."""
+        newest = self._newest() if self._newest is not None else None
+        if not self._stays or self._workers is not None or newest is None:
+            return self._workers
+        if (found := newest.workers_behind()) is not None:
+            self._tell(found["words"])
+        return found
+
+    def stay_behind(self, workers: dict[str, Any] | None) -> None:
+        """The next iterator is one whose workers stay, and go on behind that one with what these had drawn."""
+        vars(self.loader)["_iterator"] = None
+        self._stays, self._workers = True, workers
+
     def draws(self, counted: _Counted) -> None:
         """The sampler is asked for the first indices, and draws its order now.
 
@@ -411,6 +425,10 @@ class _Counted:
     def workers(self) -> dict[str, Any] | None:
         """Return what the workers have drawn; None if they do not say so."""
         return self._inner.state() if isinstance(self._inner, worker_draws.NotedIterator) else None
+
+    def workers_behind(self) -> dict[str, Any] | None:
+        """Return what the workers have drawn when they are through; None if they do not say so."""
+        return self._inner.state_behind() if isinstance(self._inner, worker_draws.NotedIterator) else None
 
     def had(self, indices: object) -> None:
         """A batch of these indices was had before."""
