@@ -294,6 +294,44 @@ def test_threads_that_close_at_once_close_once(make: Make, monkeypatch: pytest.M
     assert (begun, ended) == ([1], ["closed", "flushed"])
 
 
+def test_a_handler_that_closes_within_a_save_keeps_the_version_before(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As scripts close at SIGTERM: the save cannot go on meanwhile, and nobody waits for it."""
+
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            if armed and armed.pop():
+                signal.raise_signal(signal.SIGUSR1)
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    armed, trainee = list[bool](), Trainee()
+    checkpointer = make(trainee, odd=Odd())
+    checkpointer.restore()
+
+    def handle(*_: object) -> None:
+        checkpointer.close()
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        trainee.train()
+        older = checkpointer.save(1)
+        trainee.train()
+        armed.append(True)
+        began = time.monotonic()
+        with pytest.raises(SystemExit):
+            checkpointer.save(2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert older.reached is Level.DURABLE
+    assert time.monotonic() - began < DEADLINE_S
+    assert any("step 2 is not saved: close was called in the middle" in each.message for each in caplog.records)
+
+
 def test_a_callback_that_exits_does_not_end_those_to_come() -> None:
     told = list[int]()
 

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from holdfast.core.versions.coordinator_board import Announcement, Kind, WriteFa
 from holdfast.core.versions.node_ledger import Reports, Standing
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.coordination.coordinator import Coordinator
+from holdfast.keeper.coordination.coordinator_client import ANSWER_TIMEOUT_S, DIAL_TIMEOUT_S
 from holdfast.keeper.observe.metrics import render
 from holdfast.keeper.rpc import announcements
 from holdfast.keeper.rpc.messages import Assembly
@@ -171,22 +173,36 @@ def test_all_nodes_hear_that_work_goes_on_with_what_is_older_than_a_durable_vers
     """And its ranks with them; of other work only those in line hear, who would take it over."""
     told: dict[int, list[bytes]] = {node: [] for node in range(4)}
     topology = Topology(tuple("abcd"), (0, 1, 2, 3))
-    coordinator = Coordinator(
-        SimpleNamespace(hear=lambda _: None), SimpleNamespace(), Assembly(1, "/ck", "job", topology, ())
-    )  # type: ignore[arg-type]
-    for node, bodies in told.items():
-        coordinator.join(node, SimpleNamespace(send_encoded=bodies.append))  # type: ignore[arg-type]
 
-    def heard(version: Version) -> int:
+    def lead(before: Version | None) -> Coordinator:
+        state: Any = SimpleNamespace(hear=lambda _: None, ledger=SimpleNamespace(newest=lambda _: before))
+        coordinator = Coordinator(state, SimpleNamespace(), Assembly(1, "/ck", "job", topology, ()))  # type: ignore[arg-type]
+        for node, bodies in told.items():
+            coordinator.join(node, SimpleNamespace(send_encoded=bodies.append))  # type: ignore[arg-type]
+        return coordinator
+
+    def heard(coordinator: Coordinator, version: Version) -> int:
         before = sum(map(len, told.values()))
         coordinator._announce(Announcement(Kind.AT_WORK, version, "node 1 is writing", node=1))
         return sum(map(len, told.values())) - before
 
-    assert heard(Version(1, 1)) == 0
-    coordinator._announce(Announcement(Kind.DURABLE, Version(1, 2), "the manifest is committed"))
-    assert heard(Version(1, 3)) == 0
-    assert heard(Version(1, 1)) == len(told)
-    assert heard(Version(1, 1)) == 0, "once in a second"
+    first = lead(None)
+    assert heard(first, Version(1, 1)) == 0
+    first._announce(Announcement(Kind.DURABLE, Version(1, 2), "the manifest is committed"))
+    assert heard(first, Version(1, 3)) == heard(first, Version(1, 2)) == 0
+    assert heard(first, Version(1, 1)) == len(told)
+    assert heard(first, Version(1, 1)) == 0, "once in a second"
+    assert heard(lead(Version(1, 2)), Version(1, 1)) == len(told), "it led not yet when the newer one became durable"
+    restarted = lead(None)
+    restarted._announce(Announcement(Kind.CAPTURED, Version(1, 2), "all ranks sealed it"))
+    assert heard(restarted, Version(1, 1)) == len(told), "others know that the newer one is durable"
+
+
+def test_a_version_is_not_given_up_before_the_next_writer_in_line_begins() -> None:
+    """A writer that freezes gives no sign; who waits hears nothing until another one has taken over, on any node."""
+    sign_s = 1.0
+    found_s = ANSWER_TIMEOUT_S + DIAL_TIMEOUT_S + 2 * sign_s
+    assert writer_failover.LEASE_S + found_s < announcements.PASSED_S
 
 
 @pytest.mark.parametrize(

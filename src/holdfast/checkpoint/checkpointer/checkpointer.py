@@ -515,6 +515,7 @@ class Checkpointer:
         If another rank closes behind an earlier step, the newest version that all ranks have is made durable, and the log says so.
         If this rank gives up the last save, the whole version before it is made durable, and the error names it. If that is the
         version that was restored, and memory alone has it, it stays there with the keeper, and the error says for how long.
+        A save in whose middle a signal's handler closes is given up; the log names it at level ERROR if an older one is durable.
 
         Copies to further places (`also_to`) are waited for until `close_timeout_s` is over (10 s after a SIGTERM or a stop file),
         and the log says how far they are.
@@ -909,7 +910,18 @@ class Checkpointer:
         return f"{self._root}: {why}"
 
     def _finish(self, run: Run) -> bool:
-        return self._closing(run).finish()
+        return self._closing(run).finish(self._break_off(run))
+
+    def _break_off(self, run: Run) -> str:
+        """Gives up the save that this thread is in the middle of, which cannot go on while a signal's handler closes. Returns why."""
+        last = run.last
+        if self._saving != threading.get_ident() or last is None or last.reached is not Level.NONE:
+            return ""
+        why = "close was called in the middle of its save, by the same thread"
+        if run.saver.memory is not None:
+            run.saver.memory.give_up(last, why)
+        last.give_up(why)
+        return last.given_up
 
     def _closing(self, run: Run) -> Closing:
         return Closing(

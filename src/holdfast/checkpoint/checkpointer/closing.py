@@ -57,10 +57,10 @@ class Closing:
         self._patience_s = patience_s
         self._linger_s = linger_s
 
-    def finish(self) -> bool:
+    def finish(self, broken_off: str = "") -> bool:
         """The last step is durable; if its state is not here any more, the newest version that was saved, aloud.
 
-        Returns whether the keeper may end with this job.
+        Returns whether the keeper may end with this job. `broken_off`: why the last save was given up in the middle of it.
 
         Raises:
             LevelNotReached: nothing that was made since the restore is durable; or this rank gave up what it chose.
@@ -69,7 +69,7 @@ class Closing:
         run.durables.ending()
         run.lower.ends(max(run.state_step, run.start - 1))
         self._come_to_rest()
-        changed = self._why_changed()
+        changed = broken_off or self._why_changed()
         if changed:
             run.lower.stays_away(run)
             run.lower.ends_as_saved(run)
@@ -87,7 +87,7 @@ class Closing:
                 remedy=REMEDY,
             )
         if last is not None and last.version.step < run.state_step:
-            why = f"{changed} after it was reported; {REMEDY}" if changed else why
+            why = f"{changed} after it was reported; {REMEDY}" if changed and not broken_off else why
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
         return True
 

@@ -117,7 +117,7 @@ class SaveHandle:
         if client.announced.superseded(self.version):
             try:
                 client.status(timeout_s=ASK_TIMEOUT_S)  # behind all that the keeper said before
-            except KeeperLost:
+            except HoldfastError:
                 if client.alive:
                     client.announced.nothing_heard(self.version)
         return client.announced.superseded(self.version)

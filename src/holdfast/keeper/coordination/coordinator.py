@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.base.errors import Fenced
-from holdfast.core.model import Version
+from holdfast.core.model import Level, Version
 from holdfast.core.scheduling.step_agreement import Diary, Proposal
 from holdfast.core.versions.coordinator_board import FLEETING, Action, Announcement, Board, CommitOrder, Kind
 from holdfast.core.versions.node_ledger import Reports
@@ -54,7 +54,8 @@ class Coordinator:
         self._table = ("", msgspec.Raw())  # of the layout that was announced last, encoded
         self._newest: Version | None = None  # captured
         self._sent: tuple[Version | None, float] = (None, 0.0)  # that was last said to be on its way, and when
-        self._stored: Version | None = None  # the newest durable one
+        ledger = state.ledger  # which heard what coordinators before this one announced
+        self._ahead = ledger.newest(Level.DURABLE) if ledger is not None else None  # the newest captured or durable one
         self._passed_s: OrderedDict[Version, float] = OrderedDict()  # older ones, and when all heard of work on them
         self._absent: set[int] = set()
         self._changed_s = time.monotonic()
@@ -143,8 +144,8 @@ class Coordinator:
         self._history[announcement.version, announcement.kind, announcement.node] = announcement
         if announcement.kind is Kind.CAPTURED:
             self._newest = max(self._newest or announcement.version, announcement.version)
-        if announcement.kind is Kind.DURABLE:
-            self._stored = max(self._stored or announcement.version, announcement.version)
+        if announcement.kind in (Kind.CAPTURED, Kind.DURABLE):
+            self._ahead = max(self._ahead or announcement.version, announcement.version)
         while len(self._history) > MAX_HISTORY:
             # The newest captured version stays, however many were given up since: it is what frees slots.
             key = next(key for key in self._history if key[0] != self._newest)
@@ -160,7 +161,8 @@ class Coordinator:
     def _pass_on(self, announcement: Announcement) -> None:
         """Pass on to those in the same lines, or of what is sent to all, once in a second; nobody is told later.
 
-        All hear that work goes on with a version that is older than a durable one: else they would wait for it no more.
+        All hear that work goes on with a version behind a newer one. They would wait for it no more if they know the newer one to be
+        durable, which a new coordinator may not know.
         """
         version, concerned = announcement.version, frozenset(self._followers)
         if announcement.kind is Kind.SENDING:
@@ -177,7 +179,7 @@ class Coordinator:
         self._state.hear(news)
 
     def _is_told_to_all(self, version: Version) -> bool:
-        if self._stored is None or version > self._stored:
+        if self._ahead is None or version >= self._ahead:
             return False
         if time.monotonic() - self._passed_s.get(version, 0.0) < SIGN_EVERY_S:
             return False

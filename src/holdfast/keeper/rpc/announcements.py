@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 MAX_LEVELS = 128
 MAX_ALARMS = 64
 # A version that is not durable so long after a newer one became so, and of which no keeper said as long that it is being written or
-# will be again, is tried no more: the newer one took its place.
-PASSED_S = 5.0
+# will be again, is tried no more: the newer one took its place. Nothing is said while a new coordinator is found (up to some 7 s), or
+# until the lease of a writer that froze has ended and the next one in line has begun (LEASE_S of core.versions.writer_failover).
+PASSED_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,7 +360,8 @@ class Committer:
             if now - self._told_s >= SIGN_S:
                 self._told_s = now
                 later = [job.order.version for job in self._worker.waiting]
-                _tell_later(self._state, (self._again.pending, self._committing, *later))
+                committing = self._committing if not self._worker.idle else None  # a fault of ours may have ended it
+                _tell_later(self._state, (self._again.pending, committing, *later))
             for order in self._again.due() if not self._worker.stopping else ():
                 self._state.repeat_part(order.version)
 
