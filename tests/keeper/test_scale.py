@@ -114,7 +114,7 @@ def test_a_table_is_encoded_once_for_all_that_follow(monkeypatch: pytest.MonkeyP
     refs = layout_of(2 * 10**9).bundles[:64]
     heard: list[News] = []
     sent: dict[int, list[bytes]] = {}
-    state = SimpleNamespace(hear=heard.append)
+    state = SimpleNamespace(hear=heard.append, ledger=None)
     assembly = Assembly(1, "/ck", "job", where, ())
     coordinator = Coordinator(state, SimpleNamespace(), assembly)
     coordinator._board._tables["L"] = new_table({ref.bundle_id: ref for ref in refs}, topology())
