@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -44,6 +44,7 @@ from kit.checkpointers import Make, Trainee, leave, wait_gone
 from sample_kit import MORE, sampled
 
 DEADLINE_S = 60.0
+SOURCES = str(Path(holdfast.__file__).parent)
 
 
 class Told:
@@ -330,6 +331,74 @@ def test_a_handler_that_closes_within_a_save_keeps_the_version_before(
     assert older.reached is Level.DURABLE
     assert time.monotonic() - began < DEADLINE_S
     assert any("step 2 is not saved: close was called in the middle" in each.message for each in caplog.records)
+
+
+@pytest.mark.parametrize("where", ["_require_alive", "_framed"])
+def test_a_handler_that_closes_while_the_keeper_is_asked_waits_for_nothing_of_its_own(make: Make, where: str) -> None:
+    """What a call to the keeper holds is needed by the call of the handler, and by the thread that reads the answer."""
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == where and frame.f_code.co_filename.startswith(SOURCES):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handle(*_: object) -> None:
+        checkpointer.close()
+        raise SystemExit(0)
+
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        trainee.train()
+        older = checkpointer.save(1)
+        older.wait()
+        trainee.train()
+        sys.setprofile(look)
+        with pytest.raises(SystemExit):
+            checkpointer.save(2)
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    assert older.reached is Level.DURABLE
+
+
+def test_who_waited_for_a_thread_that_closed_hears_that_it_failed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee, closing, go, lost = Trainee(), threading.Event(), threading.Event(), list[str]()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(1)
+
+    def fails(_: object) -> bool:
+        closing.set()
+        assert go.wait(DEADLINE_S)
+        raise LevelNotReached("no disk")
+
+    def close() -> None:
+        try:
+            checkpointer.close()
+        except LevelNotReached as error:
+            lost.append(error.what)
+
+    monkeypatch.setattr(checkpointer, "_finish", fails)
+    first, second = (threading.Thread(target=close) for _ in range(2))
+    first.start()
+    assert closing.wait(DEADLINE_S)
+    second.start()
+    eventually(lambda: _waits_to_close(second))
+    go.set()
+    for thread in (first, second):
+        thread.join(DEADLINE_S)
+    assert lost[0] == "no disk"
+    assert lost[1].startswith("another thread closed: no disk")
+    checkpointer.close()  # again does nothing
+
+
+def _waits_to_close(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == "close"
 
 
 def test_a_callback_that_exits_does_not_end_those_to_come() -> None:

@@ -135,6 +135,18 @@ def test_a_peer_that_does_not_read_blocks_for_the_deadline_only(pair: tuple[Chan
     assert time.monotonic() - started < 5  # within a second on a quiet machine
 
 
+def test_nothing_is_sent_in_the_middle_of_a_frame_or_behind_half_of_one(pair: tuple[Channel, Channel]) -> None:
+    """A signal's handler may run in the thread that sends."""
+    pair[0]._send_lock.acquire()
+    pair[0].send(b"of a handler", timeout_s=1)
+    pair[0]._send_lock.release()
+    assert pair[1].receive(timeout_s=1)[0] == b"of a handler"
+    with pytest.raises(KeeperLost, match="does not read"):
+        pair[0].send(b"x" * 10_000_000, timeout_s=0.1)
+    with pytest.raises(KeeperLost, match="is not whole"):
+        pair[0].send(b"y", timeout_s=1)
+
+
 def test_abort_wakes_a_reader_that_waits_for_ever(pair: tuple[Channel, Channel]) -> None:
     ended: list[str] = []
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class Events:
 
     def __init__(self) -> None:
         self._handlers: list[Handler] = []
-        self._counters: dict[str, float] = {}
+        self._counters: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
     def subscribe(self, handler: Handler) -> None:
@@ -85,7 +86,9 @@ class Events:
     def count(self, name: str, amount: float = 1) -> None:
         """Adds `amount` to a counter; `COUNTERS` lists its name and says what it counts."""
         with self._lock:
-            self._counters[name] = self._counters.get(name, 0) + amount
+            self._counters[name] += (
+                amount  # no call within: a signal's handler would keep the lock, which other threads need
+            )
 
     def counters(self) -> dict[str, float]:
         """A copy of all counters."""

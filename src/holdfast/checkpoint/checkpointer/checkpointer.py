@@ -162,6 +162,7 @@ class Checkpointer:
         self._run: Run | None = None
         self._closed = False
         self._close_lock = threading.RLock()
+        self._close_failed = ""
         self.patience_s: float | None = None
         self._saving = 0  # the thread that saves now
         self._saves = threading.RLock()  # another thread's save waits for it; a signal's handler may save within one
@@ -523,7 +524,7 @@ class Checkpointer:
 
         Raises:
             LevelNotReached: that is not durable, or nothing was saved; says which level it has, and why. The keeper then
-                stays and keeps what it holds.
+                stays and keeps what it holds. Also in threads that waited while another one closed.
         """
         if self._closed or self._is_forked:
             return
@@ -533,6 +534,8 @@ class Checkpointer:
             try:
                 if not self._closed:
                     self._close_once()
+                elif self._close_failed:
+                    raise LevelNotReached(f"another thread closed: {self._close_failed}")
             finally:
                 self._close_lock.release()
 
@@ -543,6 +546,9 @@ class Checkpointer:
                 finished = self._finish(self._run)
             else:
                 finished = True
+        except BaseException as error:
+            self._close_failed = str(error) or type(error).__name__
+            raise
         finally:
             copy_s = 0.0
             if finished:  # who was told to stop may be killed soon

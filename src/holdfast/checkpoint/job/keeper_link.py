@@ -131,7 +131,7 @@ class KeeperLink:
         self._events = events
         self._on_appointment = on_appointment
         self._client: KeeperClient | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close in between
         self._mending: threading.Thread | None = None
         self._asking: threading.Thread | None = None
         self._behind: list[threading.Thread] = []
@@ -307,8 +307,8 @@ class KeeperLink:
         with self._lock:
             if self._closed or self.client is not None or (self._mending is not None and self._mending.is_alive()):
                 return
-            self._mending = threading.Thread(target=self._mend, name="holdfast-keeper", daemon=True)
-            self._mending.start()
+            mending = self._mending = threading.Thread(target=self._mend, name="holdfast-keeper", daemon=True)
+            mending.start()
 
     def wait_mended(self, timeout_s: float) -> bool:
         """Return whether a keeper is there, after an attempt to replace a dead one, also one that died this moment. One that a
@@ -332,7 +332,7 @@ class KeeperLink:
         silent = self.silent
         with self._lock:
             self._closed = True
-        if self._mending is not None:
+        if self._mending is not None and self._mending.is_alive():
             self._mending.join(JOIN_TIMEOUT_S)
         if self._asking is not None:
             self._asking.join(JOIN_TIMEOUT_S)
@@ -402,7 +402,8 @@ class KeeperLink:
 
     def _mend(self) -> None:
         try:
-            self._rejoin()
+            if not self._closed:
+                self._rejoin()
         except Exception as error:  # noqa: BLE001 - the top of the thread: the next save starts another one
             logger.warning("no new keeper yet: %s", error)
             self._unmended = f"no keeper can be started: {error}"

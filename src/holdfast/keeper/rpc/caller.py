@@ -63,7 +63,7 @@ class Caller:
         self._on_push = on_push
         self._on_lost = on_lost
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        # Without a lock: a signal's handler that calls in between would keep it, and the reader could deliver nothing.
         self._waiting: dict[int, _Waiting] = {}
         self._lost = ""
         self._closing = False
@@ -83,16 +83,14 @@ class Caller:
         """
         number = next(self._numbers)
         waiting = _Waiting()
-        with self._lock:
-            self._require_alive()
-            self._waiting[number] = waiting
+        self._waiting[number] = waiting
         try:
+            self._require_alive()  # behind it, for the end wakes only what it finds
             body = encode(msgspec.structs.replace(request, id=number))
             self._channel.send(body, fds=fds, timeout_s=min(timeout_s, SEND_TIMEOUT_S))
             answered = waiting.done.wait(timeout_s)
         finally:
-            with self._lock:
-                self._waiting.pop(number, None)
+            self._waiting.pop(number, None)
         if waiting.reply is None:
             why = f"did not answer within {timeout_s:g} s" if not answered else self._lost
             raise KeeperLost(f"the keeper {why}" if not answered else why, where=self._channel.where)
@@ -106,8 +104,7 @@ class Caller:
         Raises:
             KeeperLost: the other side is gone or does not read.
         """
-        with self._lock:
-            self._require_alive()
+        self._require_alive()
         self._channel.send(encode(statement), timeout_s=SEND_TIMEOUT_S)
 
     def close(self) -> None:
@@ -136,8 +133,7 @@ class Caller:
             self._end(reason)
 
     def _deliver(self, message: AnyMessage, fds: list[int]) -> None:
-        with self._lock:
-            waiting = self._waiting.pop(message.id, None) if message.id else None
+        waiting = self._waiting.pop(message.id, None) if message.id else None
         if waiting is not None:
             waiting.reply, waiting.fds = message, fds
             waiting.done.set()
@@ -147,12 +143,10 @@ class Caller:
             self._on_push(message)
 
     def _end(self, reason: str) -> None:
-        with self._lock:
-            was_left = self._closing  # whoever sees that it is lost may close it at once
-            self._lost = reason
-            waiting, self._waiting = self._waiting, {}
+        was_left = self._closing  # whoever sees that it is lost may close it at once
+        self._lost = reason
         self._channel.close()
-        for call in waiting.values():
+        for call in list(self._waiting.values()):
             call.done.set()
         if not was_left:
             self._on_lost(reason)

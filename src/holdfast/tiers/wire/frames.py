@@ -120,7 +120,8 @@ class Channel:
         self._sock = sock
         self._link: Link = _PlainLink(sock)
         self._aborted = False
-        self._send_lock = threading.Lock()
+        self._send_lock = threading.RLock()  # a signal's handler may send between two frames
+        self._is_within_frame = False
 
     @property
     def is_remote(self) -> bool:
@@ -245,6 +246,8 @@ class Channel:
             self._sock.close()
 
     def _send_all(self, data: memoryview, fds: Sequence[int], deadline: float) -> None:
+        if self._is_within_frame:
+            raise KeeperLost("what was sent before this is not whole", where=self.where)
         while data:
             try:
                 sent = self._link.send(data[:BULK_BLOCK_BYTES], fds)
@@ -255,6 +258,7 @@ class Channel:
             except OSError as error:
                 raise self._broken(error) from error
             data, fds = data[sent:], ()
+            self._is_within_frame = bool(data)
 
     def _receive_head(self, timeout_s: float | None) -> tuple[bytes, list[int]]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
