@@ -333,12 +333,16 @@ def test_a_handler_that_closes_within_a_save_keeps_the_version_before(
     assert any("step 2 is not saved: close was called in the middle" in each.message for each in caplog.records)
 
 
-@pytest.mark.parametrize("where", ["_require_alive", "_framed"])
-def test_a_handler_that_closes_while_the_keeper_is_asked_waits_for_nothing_of_its_own(make: Make, where: str) -> None:
-    """What a call to the keeper holds is needed by the call of the handler, and by the thread that reads the answer."""
+@pytest.mark.parametrize("where", [("_require_alive", "call"), ("_framed", "call"), ("saves", "return")])
+def test_a_handler_that_closes_at_any_moment_of_a_save_waits_for_nothing_of_its_own(
+    make: Make, where: tuple[str, str]
+) -> None:
+    """What a call to the keeper holds is needed by the call of the handler, and by the thread that reads the answer. What the
+    save is was noted, and not yet that this thread makes it.
+    """
 
     def look(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_name == where and frame.f_code.co_filename.startswith(SOURCES):
+        if (frame.f_code.co_name, event) == where and frame.f_code.co_filename.startswith(SOURCES):
             sys.setprofile(None)
             signal.raise_signal(signal.SIGUSR1)
 

@@ -857,11 +857,13 @@ class Checkpointer:
             if run.last is None or run.last.version != handle.version:
                 run.link.unannounced.add(handle.version)
             return handle
-        if durable or run.saver.memory is not None:  # which refuses all else
-            run.last, run.saved_steps = handle, run.saver.fence.num_steps
-            run.saves(handle)
-        before, self._saving = self._saving, threading.get_ident()
+        is_kept = durable or run.saver.memory is not None  # which refuses all else
+        before, thread, steps = self._saving, threading.get_ident(), run.saver.fence.num_steps
         try:
+            self._saving = thread  # no call from here on to `last`: a signal's handler that closes finds both, or none
+            if is_kept:
+                run.last, run.saved_steps = handle, steps
+                run.saves(handle)
             run.saver.save(handle, durable=durable, why=why)
         finally:
             self._saving = before

@@ -82,10 +82,8 @@ class Closing:
         if last is not None:
             last, why = self._wait_for(last), why or last.durable[1]
         elif run.state_step >= 0 and not run.lower.passed:
-            raise LevelNotReached(
-                f"nothing of this run is durable: step {run.state_step} was not due, and {changed} after it was reported",
-                remedy=REMEDY,
-            )
+            why = broken_off or f"step {run.state_step} was not due, and {changed} after it was reported"
+            raise LevelNotReached(f"nothing of this run is durable: {why}", remedy=REMEDY)
         if last is not None and last.version.step < run.state_step:
             why = f"{changed} after it was reported; {REMEDY}" if changed and not broken_off else why
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)

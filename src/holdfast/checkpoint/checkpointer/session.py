@@ -110,8 +110,7 @@ class Run:
     def saves(self, handle: SaveHandle) -> None:
         """Note a save that begins."""
         kept = [each for each in self.recent if not each.given_up]
-        self.recent.clear()
-        self.recent.extend((*kept, handle))
+        self.recent = deque((*kept, handle), maxlen=self.recent.maxlen)  # at once, for a signal's handler may look
 
     @property
     def whole(self) -> SaveHandle | None:
