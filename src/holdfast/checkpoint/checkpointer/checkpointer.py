@@ -532,10 +532,10 @@ class Checkpointer:
         waits = self._run is None or not self._run.durables.is_telling
         if self._close_lock.acquire(blocking=waits):
             try:
+                if self._close_failed:
+                    raise LevelNotReached(f"another thread closed: {self._close_failed}")
                 if not self._closed:
                     self._close_once()
-                elif self._close_failed:
-                    raise LevelNotReached(f"another thread closed: {self._close_failed}")
             finally:
                 self._close_lock.release()
 
