@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, dataloader
 
 from holdfast.adapters.lightning.loops import Place
 from holdfast.adapters.lightning.plain_loaders import PlainLoaders, doubts_of
@@ -18,6 +19,15 @@ from holdfast.adapters.lightning.validation_loaders import ValidationLoaders
 from holdfast.checkpoint.loader_workers import worker_draws
 
 ROWS = 12
+
+
+@pytest.fixture(autouse=True)
+def no_workers_stay() -> Iterator[None]:
+    """Ends workers that a test leaves: the garbage collector, which ends queues first, would wait five seconds for each."""
+    yield
+    for each in gc.get_objects():
+        if isinstance(each, dataloader._MultiProcessingDataLoaderIter):
+            each._shutdown_workers()  # type: ignore[no-untyped-call]
 
 
 class Placed(DataLoader[Any]):
