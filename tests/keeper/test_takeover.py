@@ -24,6 +24,7 @@ from holdfast.keeper.observe.metrics import render
 from holdfast.keeper.rpc import announcements
 from holdfast.keeper.rpc.messages import Assembly
 from holdfast.keeper.slots.slot_pool import HeldSlot
+from holdfast.keeper.storage.writer import SIGN_S
 from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.testing.checks.corrupt import damage_memory
 from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
@@ -200,8 +201,7 @@ def test_all_nodes_hear_that_work_goes_on_with_what_is_older_than_a_durable_vers
 
 def test_a_version_is_not_given_up_before_the_next_writer_in_line_begins() -> None:
     """A writer that freezes gives no sign; who waits hears nothing until another one has taken over, on any node."""
-    sign_s = 1.0
-    found_s = ANSWER_TIMEOUT_S + DIAL_TIMEOUT_S + 2 * sign_s
+    found_s = ANSWER_TIMEOUT_S + DIAL_TIMEOUT_S + 2 * SIGN_S
     assert writer_failover.LEASE_S + found_s < announcements.PASSED_S
 
 

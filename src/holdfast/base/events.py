@@ -85,10 +85,8 @@ class Events:
 
     def count(self, name: str, amount: float = 1) -> None:
         """Adds `amount` to a counter; `COUNTERS` lists its name and says what it counts."""
-        with self._lock:
-            self._counters[name] += (
-                amount  # no call within: a signal's handler would keep the lock, which other threads need
-            )
+        with self._lock:  # no call within: a signal's handler would keep the lock, which other threads need
+            self._counters[name] += amount
 
     def counters(self) -> dict[str, float]:
         """A copy of all counters."""

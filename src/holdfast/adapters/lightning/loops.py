@@ -24,7 +24,7 @@ import torch.utils.data
 from holdfast.adapters.lightning.logged import Resumed, metrics_of, put_back, resume_sums, sums_of
 from holdfast.adapters.lightning.made_loaders import MadeLoaders
 from holdfast.adapters.lightning.orders import Order, generators_of, orders_of, samplers_of
-from holdfast.adapters.lightning.plain_loaders import CHANGES, PlainLoaders, doubts_of, notes_draws, stays
+from holdfast.adapters.lightning.plain_loaders import CHANGES, PlainLoaders, doubts_of, draws_anew
 from holdfast.adapters.lightning.validation_loaders import STAYING, ValidationLoaders
 from holdfast.base import config as settings
 from holdfast.checkpoint.entries.rng import ProcessRandomness
@@ -238,7 +238,7 @@ class Place:
     def _tell_of_workers(self) -> None:
         for loader in self._fit._combined_loader.flattened:
             within = self._within and not is_plain(loader)  # a plain one loads again what was had
-            if (getattr(loader, "num_workers", 0) and within) or (stays(loader) and not notes_draws(loader)):
+            if (getattr(loader, "num_workers", 0) and within) or draws_anew(loader):
                 logger.warning("workers load the data, and what they draw by themselves (augmentations) they draw anew")
 
     def _tell_of_places(self) -> None:

@@ -117,6 +117,11 @@ def notes_draws(loader: Any) -> bool:
     )
 
 
+def draws_anew(loader: Any) -> bool:
+    """Tell whether a loader has workers that stay, and what they draw by themselves begins anew behind a restart."""
+    return stays(loader) and not notes_draws(loader)
+
+
 def doubts_of(loaders: Sequence[Any], mode: str, *, has_length: bool, takes_itself: bool) -> list[str]:
     """Returns why a restart within an epoch could take other batches than a run that was never interrupted; each once.
 
@@ -140,6 +145,6 @@ def doubts_of(loaders: Sequence[Any], mode: str, *, has_length: bool, takes_itse
         found.append(f"{at_one_time}: one loader is given twice")
     if takes_itself:
         found.append(f"{at_one_time}, if the training step takes batches ahead from its dataloader_iter")
-    if any(isinstance(each, DataLoader) and stays(each) and not notes_draws(each) for each in loaders):
+    if any(isinstance(each, DataLoader) and draws_anew(each) for each in loaders):
         found.append("what workers that stay (persistent_workers) draw by themselves is drawn anew behind a restart")
     return list(dict.fromkeys(found))

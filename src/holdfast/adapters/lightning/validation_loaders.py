@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.adapters.lightning.data_attributes import DataAttributes
 from holdfast.adapters.lightning.orders import generators_of
-from holdfast.adapters.lightning.plain_loaders import notes_draws, stays
+from holdfast.adapters.lightning.plain_loaders import draws_anew, notes_draws, stays
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.state.dataloader import LoaderPlace, place_of
 
@@ -55,7 +55,7 @@ class ValidationLoaders:
     def begin_anew(self) -> bool:
         """Tell whether a loader has workers that stay and do not note what they draw."""
         combined = self._loop._combined_loader
-        return combined is not None and any(stays(loader) and not notes_draws(loader) for loader in combined.flattened)
+        return combined is not None and any(map(draws_anew, combined.flattened))
 
     def begin(self, *, anew: bool = False) -> None:
         """Before each validation: in the first one of a run that goes on the loaders are as they were.
