@@ -17,6 +17,7 @@ one another now and then, with checkpoints and without, and their steps vary mor
 
 `known work` is the same job whose blocks sleep instead of computing: the processor is as free as beside an accelerator,
 the length of a step hardly varies, and so it is decided what on a shared machine drowns in noise.
+`checks` is that job with a checkpoint at every step: those of a pair are one with the checks of late copies, and one without.
 
 - `stall_percent`: what the trainer's own thread spent in the call and at the fence, over the time of its steps: the
   part of the overhead that does not drown in the noise of a step. The rank that lost most.
@@ -56,6 +57,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -66,13 +68,14 @@ from torch.distributed.pipelining import schedules
 
 import holdfast
 from holdfast.base.events import Events
+from holdfast.checkpoint.capture.late_copy_check import LateCopyChecker
 from holdfast.checkpoint.pipeline.bubbles import MAX_SPANS, Bubbles, Seen
 from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 
-NAMES = ("bubbles", "long steps", "known work", "plain copy", "async_save")
-INSIDE = NAMES[:3]
+NAMES = ("bubbles", "long steps", "known work", "checks", "plain copy", "async_save")
+INSIDE = NAMES[:4]
 SLEEP_S = 0.025
 Turn = tuple[int, int]  # steps that are not timed, and steps that are
 Pair = tuple[dict[str, float], dict[str, float]]  # fields of `Spent`, with checkpoints and without
@@ -204,13 +207,25 @@ def turn(pipeline: Pipeline, before: Callable[[], None] | None, steps: Turn) -> 
     return spent
 
 
-def pairs(pipeline: Pipeline, save: Callable[[], None], number: int, steps: Turn) -> list[tuple[Spent, Spent]]:
-    """What neighbouring turns spent, with checkpoints and without."""
+def unchecked(save: Callable[[], None]) -> Callable[[], None]:
+    """The same without checks of late copies."""
+
+    def call() -> None:
+        with mock.patch.object(LateCopyChecker, "look", return_value=None):
+            save()
+
+    return call
+
+
+def pairs(
+    pipeline: Pipeline, save: Callable[[], None], instead: Callable[[], None] | None, number: int, steps: Turn
+) -> list[tuple[Spent, Spent]]:
+    """What neighbouring turns spent, with checkpoints and with what is there `instead`."""
     drawn = random.Random(7)  # the same on every rank
     found = []
     for _ in range(number):
         with_first = drawn.random() < 0.5
-        one, two = (turn(pipeline, save if saves else None, steps) for saves in (with_first, not with_first))
+        one, two = (turn(pipeline, save if saves else instead, steps) for saves in (with_first, not with_first))
         found.append((one, two) if with_first else (two, one))
     return found
 
@@ -276,7 +291,7 @@ def worker(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for name in options.only or NAMES:
         home = options.dir / name.replace(" ", "-")
-        kind = (LONG if name == "long steps" else SHAPE, SLEEP_S if name == "known work" else 0.0)
+        kind = (LONG if name == "long steps" else SHAPE, SLEEP_S if name in ("known work", "checks") else 0.0)
         pipeline = pipelines.get(kind) or pipelines.setdefault(kind, Pipeline(kind[0], sleep_s=kind[1]))
         checkpointer, watcher = None, None
         if name == "async_save":
@@ -293,7 +308,8 @@ def worker(options: argparse.Namespace) -> None:
         before = checkpointer.events.counters() if checkpointer else {}
         called = Timed(save)
         number = options.pairs if name in INSIDE else max(10, options.pairs // 30)
-        found = pairs(pipeline, called, number, turn_of(name))
+        instead = unchecked(save) if name == "checks" else None
+        found = pairs(pipeline, called, instead, number, turn_of(name))
         row: dict[str, Any] = {"name": name, "pairs": [[asdict(spent) for spent in pair] for pair in found]}
         if watcher is not None:
             row["copied"] = inside_waits([*watcher.spans, *(() if name in INSIDE else called.spans)])
@@ -370,17 +386,19 @@ def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
         if not found:
             continue
         steps = turn_of(name)
-        goal = "<= 1.0" if name in INSIDE else ""
+        goal = "<= 0.3" if name == "checks" else "<= 1.0" if name in INSIDE else ""
         known = {"pairs": len(found), "runs": len(of_first)}
         lengths = [plain["whole"] for _, plain in found]
         extra = {"core_wait": percent(found, "core"), "step_ms": 1e3 * statistics.median(lengths) / steps[1]}
-        if name in INSIDE:
+        if name in INSIDE and name != "checks":
             extra["carried_percent"] = carried([plain for _, plain in found])
         overhead(report, f"{name}, upper 95 %", shares(found, "whole"), goal, extra | known)
         if name in INSIDE:
             after = {"after_percent": percent(found, "after")}
             title = f"{name}, in its part of a step, upper 95 %"
             overhead(report, title, shares(found, "first"), goal, after | known)
+        if name == "checks":
+            continue
         every = [row for rank in rows for row in rank]
         copied, inside = (sum(row["copied"][at] for row in every if row.get("copied")) for at in (0, 1))
         share, reason = 100 * inside / copied if copied else None, of_first[-1].get("reason", "")
