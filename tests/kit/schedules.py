@@ -6,10 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from holdfast.checkpoint.pipeline import schedule_actions
 
+# In torch 2.10 a V-shaped schedule sends from a rank to itself before its first step, which gloo does not.
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+NO_V = not hasattr(PipelineStage, "_is_same_rank")
+WHY_NO_V = "stages of this PyTorch send to their own rank, and gloo cannot"
 NAMES = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
