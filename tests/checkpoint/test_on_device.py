@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import forked
 
@@ -144,6 +145,7 @@ BUGS = {
     "notes_do_not_wait_for_pinned_memory": ("a_note_has_what_a_device_writes_to_host_memory", "of another step"),
     "a_buffer_is_used_again_at_once": ("a_buffer_is_used_again_when_the_device_has_read_it", "overwritten"),
 }  # fmt: skip
+GRAPHED = "a_step_in_a_graph_is_captured_and_never_copied_late"
 # Found within a second or two each; the others are slow.
 QUICK = {"streams_are_not_held", "nothing_is_void", "what_a_device_passes_later_counts", "sources_are_not_held"}
 
@@ -152,6 +154,8 @@ pytestmark = pytest.mark.device
 
 def tried(path: Path, *words: str, **environ: str) -> tuple[int, str]:
     """The exit code and the words of a case."""
+    if GRAPHED in words and not hasattr(torch.accelerator, "Graph"):
+        pytest.skip("this PyTorch has no torch.accelerator.Graph")
     log = path / "log"
     environment = os.environ | {"CASE_DIRECTORY": str(path / "checkpoints")} | environ
     with log.open("w") as file:

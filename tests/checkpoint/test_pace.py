@@ -58,7 +58,7 @@ def learn(bubbles: Bubbles, *waits: float) -> None:
 
 
 def test_gradients_of_inputs_and_of_weights_are_told_apart(bubbles: Bubbles) -> None:
-    stage = bubbles._stages[0]
+    stage = bubbles.stages[0]
     bubbles._begin_step()
     stage.forward_one_chunk(2)
     stage.backward_one_chunk(2, full_backward=False)

@@ -48,8 +48,13 @@ class WholeLoader(Loader):
         self.position = sum(state["position"] for state in states) * 10 + rank
 
 
-class Layers(nn.ModuleDict):
+class Layers(nn.Module):
     """Layers by number; a stage of a pipeline has some of them. Never run: gradients are made up."""
+
+    def __init__(self, layers: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x

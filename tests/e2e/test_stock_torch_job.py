@@ -106,6 +106,6 @@ def test_stock_pytorch_reads_what_two_sharded_ranks_saved(tmp_path: Path, runtim
     }  # fmt: skip
     meshed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=clean)
     assert meshed.returncode == 0, meshed.stderr
-    facts = json.loads(meshed.stdout)
+    facts = json.loads(meshed.stdout.splitlines()[-1])  # gloo of torch 2.10 prints before it
     assert facts["wrong"] == []
     assert facts["cut"] >= 12, "saved by two ranks, loaded by three, cut along other dimensions"

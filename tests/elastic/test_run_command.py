@@ -12,6 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -248,6 +250,34 @@ def test_every_flag_of_torchrun_is_taken() -> None:
     assert flags(get_args_parser()) <= flags(run_flags.build_parser())
     script = ["--nproc-per-node", "2", "train.py", "--every", "its own"]
     assert run_flags.build_parser().parse_args(script).training_script_args == ["--every", "its own"]
+
+
+def test_a_torchrun_that_has_no_time_to_end_and_a_port_of_its_own_changes_no_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That of torch 2.10: every job of one node met at port 29500, and nobody could say how long workers may take to end."""
+
+    def older() -> Any:
+        parser: Any = get_args_parser()
+        parser.set_defaults(master_port=29500)
+        for flag in ("--shutdown-timeout", "--shutdown_timeout"):
+            parser._option_string_actions.pop(flag, None)
+        return parser
+
+    config = SimpleNamespace(nproc_per_node=1)
+    monkeypatch.setattr(run_flags, "get_args_parser", older)
+    monkeypatch.setattr(run_command, "get_args_parser", older)
+    monkeypatch.setattr(run_command, "config_from_args", lambda args: (config, args.training_script, []))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    args = run_flags.build_parser().parse_args(["--shutdown-timeout=7", "script.py"])
+    run_flags.prepare(args)
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", run_flags.ALONE)
+    found, *_ = run_command._launch_config(args)
+    assert run_command._rules(args, load(environ={}), found, KeeperHints()).grace_s == found.shutdown_timeout == 7
+    told: list[Any] = []
+    monkeypatch.setattr(run_command, "torchrun", told.append)
+    assert run_command._plain_torchrun(["script.py"]) == 0
+    assert told[0].master_port == 29500, "of plain torchrun"
 
 
 def test_our_flags_are_passed_on_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

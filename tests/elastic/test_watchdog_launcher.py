@@ -162,3 +162,12 @@ def _judge_report(runtime_dir: Path) -> None:
     assert report["seconds"]["steps"] > 0.5
     assert report["finished"]
     assert report["watchdog"] == "careful"
+
+
+def test_who_was_killed_for_not_beginning_its_order_is_not_called_ended_by_a_signal() -> None:
+    agent: Any = object.__new__(Agent)
+    agent._watch = None
+    gone = SimpleNamespace(returncode=-signal.SIGKILL)
+    late, other = (WorkerSlot(0, gone, None, -1, killed_for=reason) for reason in (KillReason.LATE, None))  # type: ignore[arg-type]
+    assert agent._why(late) == "was killed: it did not begin its order in time"
+    assert "SIGKILL" in agent._why(other)

@@ -100,7 +100,8 @@ class Text:
         starts = self._order[first : first + self._batch] * self._context
         self._position += 1
         windows = self._bytes[starts[:, None] + torch.arange(self._context + 1)].long()
-        return windows[:, :-1], windows[:, 1:]
+        # A pipeline of torch 2.10 takes only inputs whose strides are those of their shape.
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "position": self._position}

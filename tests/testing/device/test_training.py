@@ -217,6 +217,7 @@ def test_transformer_layer_trains_and_its_state_is_saved(sim: ModuleType, tmp_pa
         assert torch.equal(moved[name].cpu(), tensor.cpu())
 
 
+@pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor:DeprecationWarning")  # torch 2.10 calls itself so
 def test_workers_of_a_loader_are_forked_beside_the_device(sim: ModuleType) -> None:
     torch.ones(1, device="sim")
     data = torch.utils.data.TensorDataset(torch.arange(64.0).view(32, 2))

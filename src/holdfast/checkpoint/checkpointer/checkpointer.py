@@ -243,7 +243,7 @@ class Checkpointer:
         self._run = run = self._new_run(group, state, link, back)
         self._signal.install()
         run.recorder.watch(self.bubbles)
-        schedule_discovery.keep_to_waits(self.bubbles, saver.fence, link)
+        schedule_discovery.keep_to_waits(self.bubbles, saver.fence, link, came_back=report.version is not None)
         self.last_restore = dataclasses.replace(report, info=state.info.restored)
         if (fleeting := restorer.fleeting) is not None:
             run.fleeting = Fleeting(fleeting, self.last_restore.info, ProcessRandomness().state_dict())

@@ -93,9 +93,9 @@ class Bubbles:
         self.named = named
         self.orders = orders_of(schedule)
         self._schedule = schedule
-        self._stages = stages_of(schedule)
+        self.stages = stages_of(schedule)
         self._events = events
-        self._clock = clock_of(getattr(self._stages[0], "device", None))
+        self._clock = clock_of(getattr(self.stages[0], "device", None))
         self._gate = Gate()
         self._waits = Waits()
         self._drag = Drag()
@@ -127,7 +127,7 @@ class Bubbles:
         # On a GPU the waits are the device's, and the host does not know when they begin.
         self._gate.page = WindowPage() if isinstance(self._clock, HostClock) else None
         self._wrap(self._schedule, "step", self._step)
-        for stage in self._stages:
+        for stage in self.stages:
             self._wrap(stage, "forward_one_chunk", self._timed(stage.stage_index, _forward))
             self._wrap(stage, "backward_one_chunk", self._timed(stage.stage_index, _backward))
             self._wrap(stage, "backward_weight_one_chunk", self._timed(stage.stage_index, _weight))

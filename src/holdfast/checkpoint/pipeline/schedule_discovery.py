@@ -22,6 +22,7 @@ from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.pipeline.idle_report import IdleReporter
 from holdfast.checkpoint.pipeline.schedule_actions import stages_of
+from holdfast.checkpoint.pipeline.shape_inference import leave_no_trace
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +53,14 @@ def let_go(bubbles: Bubbles | None) -> Bubbles | None:
     return bubbles if bubbles.named else None
 
 
-def keep_to_waits(bubbles: Bubbles | None, fence: Fence, link: KeeperLink) -> None:
+def keep_to_waits(bubbles: Bubbles | None, fence: Fence, link: KeeperLink, *, came_back: bool) -> None:
     """Keep copies to the waits of the schedule from now on, if there is one, and what the keeper hashes and sends of
-    them too.
+    them too. Where a version was loaded, its stages learn their shapes without a trace.
     """
     if bubbles is None:
         return
+    for stage in bubbles.stages if came_back else ():
+        leave_no_trace(stage)
     fence.pace, bubbles.on_wait, bubbles.on_placed = bubbles, fence.nudge, IdleReporter(bubbles, link.note_idle).placed
     bubbles.attach()
     link.show_waits(bubbles.page_fds)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 class Fault(enum.Enum):
     """Names what was seen of a failure."""
 
-    GROUPS = "groups broke and no process died"
+    GROUPS = "groups broke and no process failed"
     PROCESS = "a process ended or hung"
     NODE = "a node was lost"
 

@@ -357,7 +357,7 @@ class Agent(RendezvousAgent):
         dead = [worker_slot for worker_slot in self._worker_slots() if self._died(worker_slot)]
         spent = [worker_slot for worker_slot in dead if self._cannot_run_twice(worker_slot)]
         for worker_slot in spent:
-            self._run_anew(f"it {self._why(worker_slot.code)} before its first step: {worker_slot.error}", worker_slot)
+            self._run_anew(f"it {self._why(worker_slot)} before its first step: {worker_slot.error}", worker_slot)
             self._replace(worker_slot.local_rank, self._recoveries + 1)
         dead = [worker_slot for worker_slot in dead if worker_slot not in spent]
         if not dead:
@@ -371,18 +371,17 @@ class Agent(RendezvousAgent):
         step = step_of(heartbeat_page.read(first.page))
         for worker_slot in dead:
             self._note_death(worker_slot)
-        code = self._failures[first.local_rank].exitcode
         ranks = [self._rank_of(worker_slot) for worker_slot in dead]
         found = first.verdict
-        error = found.reason if found else first.error or self._why(code)
-        by, after_s = ("; ".join(found.evidence), found.found_after_s) if found else (self._why(code), 0.0)
+        error = found.reason if found else first.error or self._why(first)
+        by, after_s = ("; ".join(found.evidence), found.found_after_s) if found else (self._why(first), 0.0)
         facts = {"ranks": ranks, "nodes": [self._node], "found_by": by, "found_s": after_s}
         failed = Failure(Fault.PROCESS, ranks[0], step, error, self._node, said=not found and bool(first.error))
         answer = self._cases.judge(failed, time.monotonic(), readings, facts)
         if answer.action is RecoveryAction.REPLACE:
             for worker_slot in dead:
                 self._replace(worker_slot.local_rank, self._recoveries + 1)
-        return self._act(answer, f"rank {ranks[0]} {self._why(code)}")
+        return self._act(answer, f"rank {ranks[0]} {self._why(first)}")
 
     def _renew_unfit(self) -> None:
         """Processes that cannot run the script again are replaced by forks, which get the order in force."""
@@ -454,8 +453,11 @@ class Agent(RendezvousAgent):
             self._watch.gone(self._rank_of(worker_slot))
         worker_slot.clean_up()
 
-    def _why(self, code: int) -> str:
+    def _why(self, worker_slot: WorkerSlot) -> str:
         """A phrase that follows the name of a worker: how it ended."""
+        code = worker_slot.code
+        if worker_slot.killed_for is KillReason.LATE and code == -signal.SIGKILL:
+            return f"was killed: {KillReason.LATE.value}"
         return self._watch.why_it_ended(code) if self._watch is not None else cause(Exit(code))
 
     def _readings(self) -> list[heartbeat_page.Reading]:
@@ -758,7 +760,7 @@ class Agent(RendezvousAgent):
             logger.error(
                 "rank %d finished its script and then %s",
                 ranks[worker_slot.local_rank],
-                self._why(worker_slot.code),
+                self._why(worker_slot),
             )
             self._note_death(worker_slot)
         if failed:

@@ -64,7 +64,8 @@ class BaseAgent(LocalElasticAgent):
             **optional,
         )
         self.grace_s = grace_s
-        self._stop_grace_s = float(optional.get("shutdown_timeout", STOP_GRACE_S))
+        given = getattr(config, "shutdown_timeout", None)
+        self._stop_grace_s = STOP_GRACE_S if given is None else float(given)
         self._is_ending = False
         self._ends_by = 0  # the signal that told this launcher to end
         self._is_over = False

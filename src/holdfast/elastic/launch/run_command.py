@@ -237,7 +237,8 @@ def _raise_descriptor_limit() -> None:
 def _plain_torchrun(argv: Sequence[str] | None) -> int:
     """HOLDFAST_DISABLE: torchrun itself with torchrun's defaults; our flags are read and mean nothing."""
     parser = build_parser()
-    parser.set_defaults(max_restarts=get_args_parser().get_default("max_restarts"))
+    theirs = get_args_parser()
+    parser.set_defaults(**{name: theirs.get_default(name) for name in ("max_restarts", "master_port")})
     sys.stderr.write(f"holdfast run: {DISABLE_VARIABLE} is set; this is plain torchrun\n")
     try:
         torchrun(parser.parse_args(argv))  # type: ignore[no-untyped-call]
@@ -290,6 +291,8 @@ def _launch_config(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[st
             config, entrypoint, arguments = config_from_args(args)
     except (ValueError, AssertionError) as error:
         raise UsageError(str(error), remedy="see holdfast run --help") from error
+    if not hasattr(config, "shutdown_timeout"):  # torch 2.10
+        config.shutdown_timeout = args.shutdown_timeout
     if config.nproc_per_node < 1:
         given = args.nproc_per_node
         raise UsageError(

@@ -6,6 +6,7 @@ Flags reach the workers through the environment, as settings do. What a user set
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
@@ -79,7 +80,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.description = "torchrun with a keeper beside it: every flag of torchrun, and the group 'holdfast'."
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)  # torch 2.10 has its number there, which then looks like a user's
     group = parser.add_argument_group("holdfast")
+    with contextlib.suppress(argparse.ArgumentError):  # torchrun's own, but in torch 2.10
+        group.add_argument(
+            "--shutdown-timeout",
+            "--shutdown_timeout",
+            type=int,
+            metavar="SECONDS",
+            help="how long workers may take to save and end after SIGTERM (600), or because another one failed (30)",
+        )
     group.add_argument(
         "--checkpoint-dir", metavar="ROOT", help="start this node's keeper for ROOT before the workers start"
     )
@@ -210,9 +221,9 @@ def check_numbers(args: argparse.Namespace) -> None:
     Raises:
         UsageError: the flag with its number, and what is allowed.
     """
-    for name in ("spares", "guard_time", "exit_grace"):
+    for name in ("spares", "guard_time", "exit_grace", "shutdown_timeout"):
         value = getattr(args, name)
-        if not value >= 0:
+        if value is not None and not value >= 0:
             raise UsageError(
                 f"--{name.replace('_', '-')}={value} is out of range", remedy="give a number of at least 0"
             )
