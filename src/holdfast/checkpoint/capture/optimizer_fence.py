@@ -349,7 +349,7 @@ class Fence:
             self._wake.notify_all()
             # A signal's handler may close while its thread holds this, and the copying thread needs it to end.
             thread, self._thread = self._thread, None
-            self._wake.wait_for(lambda: thread is None or self._has_ended, JOIN_TIMEOUT_S)
+            self._wake.wait_for(lambda: thread is None or self._has_ended or not thread.is_alive(), JOIN_TIMEOUT_S)
         if thread is not None and self._has_ended:
             thread.join(JOIN_TIMEOUT_S)
 

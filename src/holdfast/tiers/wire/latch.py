@@ -33,7 +33,7 @@ class Latch:
     def wait(self, timeout_s: float) -> bool:
         """Waits until it happened, at most so long; returns whether it did."""
         waiter = threading.Lock()
-        waiter.acquire()  # noqa: SIM115 - another thread lets it go
+        waiter.acquire()
         self._waiters.append(waiter)
         try:
             if not self._is_set:  # else who set it may not have seen us
