@@ -44,6 +44,7 @@ from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.step_observer import Steps
 from holdfast.core.versions.late_copy_rules import Who, counts, is_void, opens
+from holdfast.tiers.wire.latch import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class LateCopyJob:
     stop_reason: str = ""
     started_s: float = field(default_factory=time.monotonic)
     opened_s: float | None = None  # when its slot was there, or would not be
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Latch = field(default_factory=Latch)
     _complete: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)  # a signal's handler may be in between
 
@@ -175,7 +176,7 @@ class Fence:
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition()
         self._queue: LateCopyJob | None = None
-        self._closed = False
+        self._closed = self._has_ended = False
         self._opening_s = FIRST_OPENING_S
         self._free_s: deque[float] = deque(maxlen=2)
         self._slot_waits_s = 0.0
@@ -346,9 +347,11 @@ class Fence:
                 if self._queue.device is not None:
                     self._queue.device.stop()
             self._wake.notify_all()
-        if self._thread is not None:
-            self._thread.join(JOIN_TIMEOUT_S)
-            self._thread = None
+            # A signal's handler may close while its thread holds this, and the copying thread needs it to end.
+            thread, self._thread = self._thread, None
+            self._wake.wait_for(lambda: thread is None or self._has_ended or not thread.is_alive(), JOIN_TIMEOUT_S)
+        if thread is not None and self._has_ended:
+            thread.join(JOIN_TIMEOUT_S)
 
     def _before_step(self) -> None:
         if self._open is not None:
@@ -460,9 +463,11 @@ class Fence:
                 untold_s = UNTOLD_S if self.pace is not None else None
                 self._wake.wait_for(lambda: self._queue is not None or self._closed, untold_s)
                 job = self._queue
-            if job is None:
-                if self._closed:
+                if job is None and self._closed:
+                    self._has_ended = True
+                    self._wake.notify_all()
                     return
+            if job is None:
                 continue
             try:
                 self._copy(job)

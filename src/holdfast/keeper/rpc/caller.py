@@ -28,6 +28,7 @@ from holdfast.keeper.rpc.messages import (
     raise_refusal,
 )
 from holdfast.tiers.wire import frames
+from holdfast.tiers.wire.latch import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ JOIN_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class _Waiting:
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Latch = field(default_factory=Latch)
     reply: AnyMessage | None = None
     fds: list[int] = field(default_factory=list)
 
