@@ -165,9 +165,7 @@ def _is_held(lock: Any) -> bool:
     return not is_free
 
 
-def test_who_closes_waits_for_a_save_that_another_thread_has_begun(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_closes_waits_for_a_save_that_another_thread_has_begun(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper has not heard of it, and would be told to store what it does not know."""
     held, told = _Held(make, monkeypatch), list[Version]()
     client = held.checkpointer._run.link.client

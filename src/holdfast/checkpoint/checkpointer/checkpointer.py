@@ -530,7 +530,9 @@ class Checkpointer:
             return
         # A callback does not wait: the thread that closes may be waiting for it.
         waits = self._run is None or not self._run.durables.is_telling
-        is_within = self._saving == threading.get_ident()  # a signal's handler, which another thread that closes waits for
+        is_within = (
+            self._saving == threading.get_ident()
+        )  # a signal's handler, which another thread that closes waits for
         if self._close_lock.acquire(blocking=waits and not is_within):
             try:
                 if self._close_failed:
@@ -547,7 +549,9 @@ class Checkpointer:
         finished, began = False, time.monotonic()
         try:
             if self._run is not None:
-                if self._saves.acquire(timeout=self._config.close_timeout_s):  # the keeper has not heard of a save that goes on
+                if self._saves.acquire(
+                    timeout=self._config.close_timeout_s
+                ):  # the keeper has not heard of a save that goes on
                     self._saves.release()
                 finished = self._finish(self._run)
             else:

@@ -204,5 +204,5 @@ class Announced:
 def _forget_oldest(known: dict[Version, Any], since_s: Mapping[Version, float]) -> None:
     """Leaves, of more than twice MAX_LEVELS versions, the MAX_LEVELS of the latest times."""
     if len(known) > 2 * MAX_LEVELS:
-        for oldest in sorted(list(known), key=lambda version: since_s.get(version, 0.0))[:-MAX_LEVELS]:
+        for oldest in sorted(known, key=lambda version: since_s.get(version, 0.0))[:-MAX_LEVELS]:
             known.pop(oldest, None)
