@@ -247,7 +247,8 @@ class Channel:
             self._sock.close()
 
     def _send_all(self, data: memoryview, fds: Sequence[int], deadline: float) -> None:
-        if self._is_within_frame:
+        within = self._is_within_frame
+        if within:
             raise KeeperLost("what was sent before this is not whole", where=self.where)
         try:
             self._send_blocks(data, fds, deadline)
