@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -145,6 +145,33 @@ def test_nothing_is_sent_in_the_middle_of_a_frame_or_behind_half_of_one(pair: tu
         pair[0].send(b"x" * 10_000_000, timeout_s=0.1)
     with pytest.raises(KeeperLost, match="is not whole"):
         pair[0].send(b"y", timeout_s=1)
+
+
+@pytest.mark.parametrize("num_bytes", [5, 10_000_000])
+def test_who_is_interrupted_with_a_part_sent_sends_nothing_behind_it(
+    num_bytes: int, pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler that raises strikes before it is known how much was sent. The peer is told at once."""
+    link, other = pair
+    send, struck = link._link.send, iter([KeyboardInterrupt])
+
+    def sends(data: memoryview, fds: Sequence[int]) -> int:
+        sent = send(data, fds)
+        for error in struck:
+            raise error
+        return sent
+
+    monkeypatch.setattr(link._link, "send", sends)
+    with pytest.raises(KeyboardInterrupt):
+        link.send(b"x" * num_bytes, timeout_s=5)
+    if num_bytes > frames.UNDIVIDED_BYTES:
+        with pytest.raises(KeeperLost, match="is not whole"):
+            link.send(b"y", timeout_s=1)
+        with pytest.raises(KeeperLost, match="inside a frame"):
+            other.receive(timeout_s=1)
+        return
+    link.send(b"y", timeout_s=1)
+    assert [other.receive(timeout_s=1)[0] for _ in range(2)] == [b"xxxxx", b"y"]
 
 
 def test_abort_wakes_a_reader_that_waits_for_ever(pair: tuple[Channel, Channel]) -> None:

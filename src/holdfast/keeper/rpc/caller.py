@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,6 +42,26 @@ class _Waiting:
     done: Latch = field(default_factory=Latch)
     reply: AnyMessage | None = None
     fds: list[int] = field(default_factory=list)
+    is_left: bool = False
+
+    def answer(self, message: AnyMessage, fds: list[int]) -> None:
+        """Hands the reply to who waits; if they have just left, nobody takes its descriptors."""
+        self.fds = fds  # before the reply, which may be taken at once
+        self.reply = message
+        self.done.set()
+        if self.is_left:
+            self._close_fds()
+
+    def leave(self) -> None:
+        """Nobody waits any more."""
+        self.is_left = True
+        self._close_fds()
+
+    def _close_fds(self) -> None:
+        """Closes each once, though two threads may be at it."""
+        with suppress(IndexError):
+            while True:
+                frames.close_fds([self.fds.pop()])
 
 
 class Caller:
@@ -86,17 +107,21 @@ class Caller:
         waiting = _Waiting()
         self._waiting[number] = waiting
         try:
-            self._require_alive()  # behind it, for the end wakes only what it finds
-            body = encode(msgspec.structs.replace(request, id=number))
-            self._channel.send(body, fds=fds, timeout_s=min(timeout_s, SEND_TIMEOUT_S))
-            answered = waiting.done.wait(timeout_s)
-        finally:
-            self._waiting.pop(number, None)
-        if waiting.reply is None:
-            why = f"did not answer within {timeout_s:g} s" if not answered else self._lost
-            raise KeeperLost(f"the keeper {why}" if not answered else why, where=self._channel.where)
-        if isinstance(waiting.reply, Refusal):
-            raise_refusal(waiting.reply)
+            try:
+                self._require_alive()  # behind it, for the end wakes only what it finds
+                body = encode(msgspec.structs.replace(request, id=number))
+                self._channel.send(body, fds=fds, timeout_s=min(timeout_s, SEND_TIMEOUT_S))
+                answered = waiting.done.wait(timeout_s)
+            finally:
+                self._waiting.pop(number, None)
+            if waiting.reply is None:
+                why = f"did not answer within {timeout_s:g} s" if not answered else self._lost
+                raise KeeperLost(f"the keeper {why}" if not answered else why, where=self._channel.where)
+            if isinstance(waiting.reply, Refusal):
+                raise_refusal(waiting.reply)
+        except BaseException:  # of a signal's handler, for one: the answer may be there, or come now
+            waiting.leave()
+            raise
         return waiting.reply, waiting.fds
 
     def tell(self, statement: Message) -> None:
@@ -136,8 +161,7 @@ class Caller:
     def _deliver(self, message: AnyMessage, fds: list[int]) -> None:
         waiting = self._waiting.pop(message.id, None) if message.id else None
         if waiting is not None:
-            waiting.reply, waiting.fds = message, fds
-            waiting.done.set()
+            waiting.answer(message, fds)
             return
         frames.close_fds(fds)  # nobody asked for these, or nobody waits for them any more
         if not message.id:

@@ -42,6 +42,7 @@ MAX_UNIX_PATH = 107  # sun_path without its closing zero
 BULK_BLOCK_BYTES = 256 << 10
 MAX_RECEIVE_BYTES = 4 << 20
 UNIX_BUFFER_BYTES = 4 << 20
+UNDIVIDED_BYTES = 4 << 10  # so little is sent to a Unix socket as a whole, or not at all
 WAIT_S = 1
 
 SHARE = "give every node of the job the same secret file, and an address to listen on"
@@ -246,12 +247,25 @@ class Channel:
             self._sock.close()
 
     def _send_all(self, data: memoryview, fds: Sequence[int], deadline: float) -> None:
-        if self._is_within_frame:
+        within = self._is_within_frame
+        if within:
             raise KeeperLost("what was sent before this is not whole", where=self.where)
+        try:
+            self._send_blocks(data, fds, deadline)
+        except BaseException:  # of a signal's handler, for one
+            if self._is_within_frame:  # and stays so: whoever waits for an answer is told
+                self.abort()
+            raise
+
+    def _send_blocks(self, data: memoryview, fds: Sequence[int], deadline: float) -> None:
         while data:
+            block, within = data[:BULK_BLOCK_BYTES], self._is_within_frame
+            # A handler may strike before it is known how much of it was sent.
+            self._is_within_frame = within or len(block) > UNDIVIDED_BYTES
             try:
-                sent = self._link.send(data[:BULK_BLOCK_BYTES], fds)
+                sent = self._link.send(block, fds)
             except Blocked as blocked:
+                self._is_within_frame = within
                 if not self._wait(blocked.events, deadline - time.monotonic()):
                     raise KeeperLost("the peer does not read", where=self.where) from None
                 continue

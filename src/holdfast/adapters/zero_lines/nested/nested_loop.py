@@ -55,6 +55,7 @@ from holdfast.adapters.zero_lines.nested.nested_state import (
 )
 from holdfast.adapters.zero_lines.nested.staying_workers import StayingWorkers
 from holdfast.adapters.zero_lines.objects import Kept
+from holdfast.adapters.zero_lines.reach.attributes import silence_writers
 from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
@@ -267,6 +268,7 @@ class KeptLoops:
         """This is the child that rehearses."""
         self._owner = (os.getpid(), threading.get_ident())
         self._workers.adopt()
+        silence_writers()
 
     def _outer(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         start = run.outer_begins(self._stack)
