@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.entries import fsdp1, living_gradients
-from holdfast.checkpoint.entries.cleared_gradients import ClearedGradients
+from holdfast.checkpoint.entries.zeroed_gradients import ZeroedGradients
 from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
 from holdfast.checkpoint.entries.sharding import Layouts, local_of
 
@@ -83,7 +83,7 @@ class GradientsPart(TransientPart):
         self._others: list[weakref.ref[torch.Tensor]] = []  # parameters of the models that no optimizer steps
         # The names of gradients that were used up and are there, as they were reported; True: all but these.
         self._zero: tuple[bool, list[str]] | tuple[()] = ()
-        self._cleared = ClearedGradients()
+        self._zeroed = ZeroedGradients()
         self._living: dict[
             str, tuple[torch.Tensor, _Seen]
         ] = {}  # by number: a parameter, its gradient as it was reported
@@ -117,7 +117,7 @@ class GradientsPart(TransientPart):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._is_quick:
             parameters = parameters[:: -(-len(parameters) // SAMPLE)]
-        self._cleared.used(parameters)
+        self._zeroed.used(parameters)
         used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
         for parameter in parameters:
             if (seen := used.get(key := id(parameter))) is None:
@@ -149,7 +149,7 @@ class GradientsPart(TransientPart):
         parameters = self._parameters()
         lives = {key: grad for key, p in parameters.items() if (grad := p.grad) is not None and self._lives(key, p)}
         named = {key: grad for key, grad in lives.items() if key in self._names and not held}
-        cleared = self._cleared.found(
+        cleared = self._zeroed.found(
             {key: (parameters[key], self._is_written_once(key, grad)) for key, grad in named.items()}
         )
         for number, (key, parameter) in enumerate(parameters.items()):

@@ -21,7 +21,7 @@ FULL_FIRST = 3
 IN_TURN = 64
 
 
-class ClearedGradients:
+class ZeroedGradients:
     """What is known of one rank's script from step to step."""
 
     def __init__(self) -> None:

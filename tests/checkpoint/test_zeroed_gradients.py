@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.entries import living_gradients
-from holdfast.checkpoint.entries.cleared_gradients import FULL_FIRST, IN_TURN
+from holdfast.checkpoint.entries.zeroed_gradients import FULL_FIRST, IN_TURN
 from holdfast.checkpoint.entries.gradients_part import GradientsPart
 
 ROWS, WIDTH = 512, 64
