@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast.checkpoint.entries import living_gradients
-from holdfast.checkpoint.entries.zeroed_gradients import FULL_FIRST, IN_TURN
 from holdfast.checkpoint.entries.gradients_part import GradientsPart
+from holdfast.checkpoint.entries.zeroed_gradients import FULL_FIRST, IN_TURN
 
 ROWS, WIDTH = 512, 64
 END = 2048

@@ -36,9 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.entries import fsdp1, living_gradients
-from holdfast.checkpoint.entries.zeroed_gradients import ZeroedGradients
 from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
 from holdfast.checkpoint.entries.sharding import Layouts, local_of
+from holdfast.checkpoint.entries.zeroed_gradients import ZeroedGradients
 
 logger = logging.getLogger(__name__)
 
