@@ -93,6 +93,13 @@ class Case:
         return f"{head}\n" + "\n".join(lines) + TAIL.replace("{shown}", self.shown)
 
 
+OF_START = """
+class Place:
+    def __init__(self, at):
+        os.makedirs(at)
+        self.at = at
+"""
+OWN_FILE = "import time\npath = os.environ['MARK'] + '.n'\nn = len(open(path).read()) if os.path.exists(path) else 0\n"
 # A writer of TensorBoard's: a thread of its own, a queue, and a file with a next line.
 WRITER = """
 import queue, threading
@@ -1141,6 +1148,24 @@ for epoch in range(3):
     "file that is read and written": Case(inline(
         pre="file = open(os.environ['MARK'] + '.n', 'w+')", body="file.write('1')\nfile.seek(0)",
     ), "TextIOWrapper", kills=("0,4",), scale="(1 + len(file.read()))"),
+    "files in a directory that the time of the start names": Case(OF_START + inline(
+        pre="import time\nplace = Place(os.environ['MARK'] + f'.{time.time_ns()}')\nwhere = place.at",
+        behind="torch.save(epoch, f'{place.at}/{epoch}.pt')",
+    ), shown="len(os.listdir(where)), torch.load(where + '/0.pt')", kills=("0,4", "2,3", "2,6", "end")),
+    "directory of another start that is gone": Case(OF_START + inline(
+        pre="import glob, shutil, time\nfor old in glob.glob(os.environ['MARK'] + '.*'): shutil.rmtree(old)\n"
+        "place = Place(os.environ['MARK'] + f'.{time.time_ns()}')\nwhere = place.at",
+        behind="torch.save(epoch, f'{place.at}/{epoch}.pt')",
+    ), "have it come from an argument", shown="len(os.listdir(where))", kills=("2,3",)),
+    "name that nobody can see to be drawn": Case(inline(
+        pre="run = os.urandom(8).hex()\nos.path.exists(run)", body="len(run)",
+    ), "have it come from an argument", kills=("2,3",)),
+    "name that a file of the script's own gives": Case(inline(
+        pre=OWN_FILE + "run = f'run{n}'", body="len(run)", behind="open(path, 'a').write('1')",
+    ), "'run' was 'run0'", scale="(len(run) + int(run[3:]) / 10)", kills=("2,3",)),
+    "name that a file of the script's own gives, beside a time": Case(inline(
+        pre=OWN_FILE + "run, since = f'run{n}', time.time()", body="len(run)", behind="open(path, 'a').write('1')",
+    ), scale="(len(run) + int(run[3:]) / 10)", kills=("2,3",)),
     "dict of a library that makes up what is in it": Case(inline(
         pre="import shelf\nnames = shelf.Names()", body="names['a']",
     ), kills=("0,4", "2,3"), package=SHELF + """

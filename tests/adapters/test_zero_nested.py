@@ -27,7 +27,8 @@ SAMPLE = {
     "epochs of a function": "2,3", "inline": "0,6", "class with a trainer": "2,3", "generator that draws step by step": "2,3",
     "numbers in numbers, order drawn between": "2,6", "tensors of an attribute that are views": "2,3",
     "workers that stay and draw": "2,3", "writer of TensorBoard": "2,3", "files that are only written": "2,3",
-    "file that is read and written": "0,4",
+    "file that is read and written": "0,4", "files in a directory that the time of the start names": "2,3",
+    "directory of another start that is gone": "2,3", "name that nobody can see to be drawn": "2,3",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3",

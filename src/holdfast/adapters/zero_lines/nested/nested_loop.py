@@ -453,6 +453,10 @@ class _Run:
             self._end_checks()  # the run that saved made them
             self._state.rehearsed = True
             self._taken_up = True
+            if self._state.put_back and self._group.rank == 0:
+                say(
+                    f"{', '.join(map(repr, self._state.put_back))}: set to what the run that saved had, the name of another start"
+                )
             self._pending = self._state.restored
             self._state.randomness = self._pending["randomness"]
             put_randomness(self._state.randomness)
