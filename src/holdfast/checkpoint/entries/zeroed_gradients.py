@@ -22,7 +22,7 @@ IN_TURN = 64
 
 
 class ZeroedGradients:
-    """What is known of one rank's script from step to step."""
+    """Knows, of one rank, which gradients its script clears from step to step."""
 
     def __init__(self) -> None:
         self._reports = 0
