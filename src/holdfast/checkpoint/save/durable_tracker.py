@@ -101,7 +101,7 @@ class DurableTracker:
         self._changed = threading.Condition()
         self._marking = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = self._is_ending = False
+        self._closed = self._is_ending = self._has_ended = False
         self._warned_s = -TELL_EVERY_S
 
     def add(self, handle: SaveHandle, also_to: Sequence[str] = (), *, asked: bool = True) -> None:
@@ -134,6 +134,11 @@ class DurableTracker:
     def is_telling(self) -> bool:
         """Return whether this is called in a callback."""
         return self._thread is threading.current_thread()
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether this thread is in the middle of a call here: a signal's handler interrupted it."""
+        return self._changed._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def flush(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Waits until every durable save has ended and `on_durable` was called for it; `meanwhile` is called now and then. A
@@ -180,8 +185,14 @@ class DurableTracker:
             self._changed.notify_all()
         if self._further is not None:
             self._further.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(join_s)
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        deadline = time.monotonic() + join_s
+        with self._changed:  # a signal's handler may close while its thread holds this, and that thread needs it to end
+            self._changed.wait_for(lambda: self._has_ended or not thread.is_alive(), join_s)
+        if self._has_ended:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _wait_for_places(self, timeout_s: float) -> None:
         """Waits for the further places; not in a callback, which runs in the thread that this would wait for."""
@@ -210,6 +221,9 @@ class DurableTracker:
             for item in awaited:
                 self._look(item, leaving=closed)
             if closed:
+                with self._changed:
+                    self._has_ended = True
+                    self._changed.notify_all()
                 return
 
     def _look(self, item: _Awaited, *, leaving: bool) -> None:
