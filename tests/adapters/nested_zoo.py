@@ -1162,7 +1162,7 @@ for epoch in range(3):
     ), "have it come from an argument", kills=("2,3",)),
     "name that a file of the script's own gives": Case(inline(
         pre=OWN_FILE + "run = f'run{n}'", body="len(run)", behind="open(path, 'a').write('1')",
-    ), "'run' was 'run0'", scale="(len(run) + int(run[3:]) / 10)", kills=("2,3",)),
+    ), "'run' was 'run0'", scale="len(run)", kills=("2,3",)),
     "name that a file of the script's own gives, beside a time": Case(inline(
         pre=OWN_FILE + "run, since = f'run{n}', time.time()", body="len(run)", behind="open(path, 'a').write('1')",
     ), scale="(len(run) + int(run[3:]) / 10)", kills=("2,3",)),
