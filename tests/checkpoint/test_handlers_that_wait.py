@@ -16,7 +16,8 @@ import pytest
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
-from holdfast.checkpoint.save.save_handle import SaveHandle, as_level
+from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker
+from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, never
 from holdfast.core.model import Level, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import _Waiting
@@ -93,6 +94,18 @@ def test_who_closes_while_its_thread_holds_the_fence_waits_for_nothing() -> None
     with fence._wake:
         fence.close()
     assert time.monotonic() - began < 10.0
+
+
+def test_who_closes_while_its_thread_holds_what_tells_of_durable_saves_hears_all_of_them() -> None:
+    """As a handler does that strikes in `flush`."""
+    told = list[Version]()
+    durables = DurableTracker(lambda version, _: told.append(version), None, timeout_s=600.0)
+    began = time.monotonic()
+    with durables._changed:
+        durables.add(never(3, Level.DURABLE, "no slot"))
+        durables.close()
+    assert time.monotonic() - began < JOIN_TIMEOUT_S / 2
+    assert told == [Version(1, 3)]
 
 
 @pytest.mark.parametrize("level", ["captured", "durable"])
