@@ -93,6 +93,40 @@ class Case:
         return f"{head}\n" + "\n".join(lines) + TAIL.replace("{shown}", self.shown)
 
 
+OF_START = """
+class Place:
+    def __init__(self, at):
+        os.makedirs(at)
+        self.at = at
+"""
+OWN_FILE = "import time\npath = os.environ['MARK'] + '.n'\nn = len(open(path).read()) if os.path.exists(path) else 0\n"
+# A writer of TensorBoard's: a thread of its own, a queue, and a file with a next line.
+WRITER = """
+import queue, threading
+
+class GFile:
+    def __init__(self): self.buff = b""
+    def __next__(self): raise StopIteration
+    def write(self, data): self.buff += data
+
+class FileWriter(threading.Thread):
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.queue, self.file = queue.Queue(), GFile()
+        self.start()
+    def run(self):
+        while True:
+            self.file.write(self.queue.get())
+            self.queue.task_done()
+
+class SummaryWriter:
+    def __init__(self): self.file_writer = FileWriter()
+    def add_scalar(self, tag, value): self.file_writer.queue.put(f"{tag} {value}".encode())
+    def flush(self): self.file_writer.queue.join()
+
+GFile.__module__ = "tensorboard.compat.tensorflow_stub.io.gfile"
+FileWriter.__module__ = SummaryWriter.__module__ = "torch.utils.tensorboard.writer"
+"""
 # Batches of a package, with a state that has their epoch begun again, and an order of their own.
 SHELF = """
 import random
@@ -1103,6 +1137,35 @@ for epoch in range(3):
         die(epoch, i)
     die(epoch, "eval")
 """, "cannot be taken again: ZeroDivisionError", kills=("0,4", "2,3")),
+    "writer of TensorBoard": Case(inline(
+        pre="import shelf\nwriter = shelf.SummaryWriter()\nwriter.rounds = 0",
+        body="writer.add_scalar('loss', i)\nwriter.rounds += 1", behind="writer.flush()",
+    ), shown="writer.rounds", kills=("0,4", "2,3", "end"), scale="(1 + 0.1 * writer.rounds)", package=WRITER),
+    "files that are only written": Case(inline(
+        pre="path = os.environ['MARK']\nnew, log = open(path + '.new', 'w'), open(path + '.log', 'a')",
+        body="for file in (new, log):\n    print(epoch, i, file=file, flush=True)",
+    ), shown="new.writable() and 'w' in new.mode", kills=("0,4", "2,3")),
+    "file that is read and written": Case(inline(
+        pre="file = open(os.environ['MARK'] + '.n', 'w+')", body="file.write('1')\nfile.seek(0)",
+    ), "TextIOWrapper", kills=("0,4",), scale="(1 + len(file.read()))"),
+    "files in a directory that the time of the start names": Case(OF_START + inline(
+        pre="import time\nplace = Place(os.environ['MARK'] + f'.{time.time_ns()}')\nwhere = place.at",
+        behind="torch.save(epoch, f'{place.at}/{epoch}.pt')",
+    ), shown="len(os.listdir(where)), torch.load(where + '/0.pt')", kills=("0,4", "2,3", "2,6", "end")),
+    "directory of another start that is gone": Case(OF_START + inline(
+        pre="import glob, shutil, time\nfor old in glob.glob(os.environ['MARK'] + '.*'): shutil.rmtree(old)\n"
+        "place = Place(os.environ['MARK'] + f'.{time.time_ns()}')\nwhere = place.at",
+        behind="torch.save(epoch, f'{place.at}/{epoch}.pt')",
+    ), "have it come from an argument", shown="len(os.listdir(where))", kills=("2,3",)),
+    "name that nobody can see to be drawn": Case(inline(
+        pre="run = os.urandom(8).hex()\nos.path.exists(run)", body="len(run)",
+    ), "have it come from an argument", kills=("2,3",)),
+    "name that a file of the script's own gives": Case(inline(
+        pre=OWN_FILE + "run = f'run{n}'", body="len(run)", behind="open(path, 'a').write('1')",
+    ), "'run' was 'run0'", scale="(len(run) + int(run[3:]) / 10)", kills=("2,3",)),
+    "name that a file of the script's own gives, beside a time": Case(inline(
+        pre=OWN_FILE + "run, since = f'run{n}', time.time()", body="len(run)", behind="open(path, 'a').write('1')",
+    ), scale="(len(run) + int(run[3:]) / 10)", kills=("2,3",)),
     "dict of a library that makes up what is in it": Case(inline(
         pre="import shelf\nnames = shelf.Names()", body="names['a']",
     ), kills=("0,4", "2,3"), package=SHELF + """

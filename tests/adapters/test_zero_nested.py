@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ import forked
 from adapters.nested_zoo import CASES, KEPT, Case
 from adapters.staying_zoo import STAYING
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
+from holdfast.adapters.zero_lines.reach.attributes import silence_writers
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
 # A sample of all kinds, with one kill each; all others are slow.
 SAMPLE = {
     "epochs of a function": "2,3", "inline": "0,6", "class with a trainer": "2,3", "generator that draws step by step": "2,3",
     "numbers in numbers, order drawn between": "2,6", "tensors of an attribute that are views": "2,3",
-    "workers that stay and draw": "2,3",
+    "workers that stay and draw": "2,3", "writer of TensorBoard": "2,3", "files that are only written": "2,3",
+    "file that is read and written": "0,4", "files in a directory that the time of the start names": "2,3",
+    "directory of another start that is gone": "2,3", "name that nobody can see to be drawn": "2,3",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3",
@@ -107,6 +111,32 @@ def test_weights_that_are_saved_before_the_loop_and_in_it_are_told(tmp_path: Pat
         watch.end()
     assert "best.pt' is written before the loop and in it" in warning if not loads else not warning
     assert "which the script may load" in reason if loads else not reason
+
+
+def test_a_rehearsal_is_not_held_up_by_a_queue_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    writer = type("EventFileWriter", (), {"add_event": lambda _, event: told.append(event), "flush": told.clear})
+    module = types.SimpleNamespace(EventFileWriter=writer)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", module)
+    silence_writers()
+    writer().add_event("loss")
+    writer().flush()
+    assert not told
+
+
+def test_a_file_that_is_only_appended_to_loses_nothing(tmp_path: Path) -> None:
+    watch = FileWatch(str(tmp_path / "root"))
+    try:
+        with (tmp_path / "log").open("a") as log, (tmp_path / "new").open("w") as new:
+            watch.loop_begins()
+            for file in (log, new):
+                file.write("1")
+                file.flush()
+                os.utime(file.name, (2 * time.time(), 2 * time.time()))
+                told = watch.step_made()
+                assert told == ("", "") if file is log else "new' is written before the loop and in it" in told[1]
+    finally:
+        watch.end()
 
 
 def test_a_file_that_a_step_makes_and_reads_itself_hands_nothing_on(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.adapters.zero_lines.own_modules import OwnFinder, find_in_modules
+from holdfast.adapters.zero_lines.nested.nested_script import Nest, find_nested
+from holdfast.adapters.zero_lines.nested.texts_of_start import are_alike
+from holdfast.adapters.zero_lines.own_modules import OwnFinder, find_in_modules, with_own_modules
 from holdfast.adapters.zero_lines.script_text import HOOK
 
 LOOP = "def train(batches, model, optimizer):\n    for x in batches:\n        model(x).backward()\n        optimizer.step()\n"
@@ -53,6 +55,34 @@ def test_nothing_is_found_where(files: dict[str, str], tmp_path: Path) -> None:
 
 def test_a_module_of_python_or_one_that_is_loaded_is_not_taken_for_the_scripts(tmp_path: Path) -> None:
     assert found(tmp_path, "import queue, pytest", queue=LOOP, pytest=LOOP) is None
+
+
+def test_names_of_the_start_are_found_across_own_modules(tmp_path: Path) -> None:
+    (tmp_path / "conf.py").write_text(
+        "from datetime import datetime\nNOW = datetime.now().strftime('%d')\nOTHER = 'a'\n"
+    )
+    script = (
+        "import conf, uuid\nfrom torch.optim import SGD\nclass Log:\n    def __init__(self, at): self.place = at\n"
+        "path = 'runs/' + conf.NOW\nlog, args.uid = Log(path), uuid.uuid4().hex\nother = conf.OTHER\n"
+        "for step in range(3):\n    loss.backward()\n    optimizer.step()\n"
+    )
+    nest = find_nested(script)
+    assert isinstance(nest, Nest)
+    found = with_own_modules(nest, str(tmp_path / "train.py"), script).started
+    assert {"NOW", "path", "place", "uid"} <= found
+    assert not {"other", "OTHER", "step", "loss"} & found
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "alike"),
+    [
+        ("runs/Monday_30_November_2026_08h_03m", "runs/Tuesday_01_December_2026_11h_17m", True),
+        ("a/1f0c2c5e-1b1a-4c11-9d55-0242ac120002", "a/aaaaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee", True),
+        ("run__1796025807", "run__1796025999", True), ("runs/5/last.pt", "runs/5/best.pt", False), ("", "runs/5", False),
+    ],
+)  # fmt: skip
+def test_texts_of_two_starts_differ_in_numbers_days_and_drawn_names(saved: str, now: str, *, alike: bool) -> None:
+    assert are_alike(saved, now) is alike
 
 
 def test_what_other_modules_say_of_clocks_and_files_counts(tmp_path: Path) -> None:

@@ -167,6 +167,11 @@ class Changes:
                 found[path] = repr(value)[:MAX_TEXT]
         return found
 
+    def carried(self, rows: Iterable[Sequence[Any]]) -> dict[str, tuple[Any, Any]]:
+        """Returns, by the path that `began` has it under, each value of these rows that stood before the loop, and what is there now."""
+        leaves = self.before.leaves
+        return {self._place(str(row[0])): (row[3], leaves[row[0]].value()) for row in rows if row[0] in leaves}
+
     def data(self, used: Container[str], *, clock: bool, carried: Iterable[Sequence[Any]] = ()) -> dict[str, str]:
         """Returns tokens, by path, of the tensors, arrays and lists that the loop reads and that stood before it began.
 

@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from holdfast.adapters.zero_lines.changes import Changes
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
+from holdfast.adapters.zero_lines.nested.texts_of_start import are_alike
 from holdfast.adapters.zero_lines.proposed_lines import Proposer
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.events import Events
@@ -162,6 +163,7 @@ class Doubts(ABC):
         files: watches which files the script opens; None if nobody does.
         spoiled: whether what was saved before is not right any more either.
         root: directory or URL of the checkpoints; empty: no lines are proposed.
+        put_back: texts that hold the time of the start, and are again what they were in the run that saved.
     """
 
     holdfast_saves_gradients = True
@@ -176,6 +178,7 @@ class Doubts(ABC):
         self.files: FileWatch | None = None
         self.spoiled = False
         self.root = ""
+        self.put_back: list[str] = []
         self.unsure = self.unrehearsed = ""
 
     def doubt(self, reason: str) -> None:
@@ -211,13 +214,23 @@ class Doubts(ABC):
 
     def _why_not_begun(self, state: Mapping[str, Any]) -> str:
         """Returns why a version does not fit where the loops begin; empty if it does."""
+        self.put_back = []
         for path, token in state["began"].items():
-            if self._began.get(path, token) != token:
-                return (
-                    f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
-                    f"have gone on from a file of its own"
-                )
+            if self._began.get(path, token) == token:
+                continue
+            if self._is_of_start(path, state):
+                self.put_back.append(path)
+                continue
+            of_start = are_alike(token, self._began[path]) and token[:1] in "'\""
+            return (
+                f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
+                f"have gone on from a file of its own"
+            ) + ("; if it is a name that the start gives it, have it come from an argument" if of_start else "")
         return ""
+
+    @abstractmethod
+    def _is_of_start(self, path: str, state: Mapping[str, Any]) -> bool:
+        """Tell whether a text holds the time of the start, and a version has it as it was."""
 
     def judge_files(self) -> None:
         """Looks at what the script has read and written since the step before, behind a step."""

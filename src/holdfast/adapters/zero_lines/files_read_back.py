@@ -47,7 +47,7 @@ class FileWatch:
         self._without = os.path.join(os.path.abspath(without), "")
         self._owner = (os.getpid(), threading.get_ident())
         self._began_ns = 0
-        self._written: dict[str, None] = {}
+        self._written: dict[str, bool] = {}  # whether from its beginning, at least once
         self._read: dict[str, _Facts] = {}
         self._made = set[str]()  # written from their beginning in this step: who makes it again reads the same
         self._reason = ""
@@ -70,9 +70,9 @@ class FileWatch:
         self._read.clear()
         self._made.clear()
         warning = ""
-        for path in self._written if not self._told else ():
+        for path, anew in self._written.items() if not self._told else ():
             facts = _facts(path)
-            if facts[0] > self._began_ns:
+            if anew and facts[0] > self._began_ns:
                 self._told = True
                 if self._loads and path in self._saved:
                     self._reason = self._reason or _anew(path, "which the script may load")
@@ -102,7 +102,7 @@ class FileWatch:
             return
         if flags & _WRITES:
             if not self._began_ns and len(self._written) < MAX_FILES and not path.startswith(("/dev/", "/proc/")):
-                self._written[path] = None
+                self._written[path] = self._written.get(path, False) or not flags & os.O_APPEND
             if flags & (os.O_TRUNC | os.O_EXCL):
                 self._made.add(path)
         elif self._began_ns and path not in self._read and path not in self._made and len(self._read) < MAX_FILES:

@@ -17,7 +17,7 @@ from holdfast.adapters.zero_lines.files_read_back import FileWatch
 from holdfast.adapters.zero_lines.frameworks import Finder
 from holdfast.adapters.zero_lines.nested.nested_loop import KeptLoops, Unfit
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, find_nested
-from holdfast.adapters.zero_lines.own_modules import OwnFinder, OwnLoops, find_in_modules
+from holdfast.adapters.zero_lines.own_modules import OwnFinder, OwnLoops, find_in_modules, with_own_modules
 from holdfast.adapters.zero_lines.proposed_lines import Proposer
 from holdfast.adapters.zero_lines.script_text import HOOK, ITSELF, NO_LOOP
 from holdfast.base import config
@@ -53,7 +53,9 @@ class ScriptLauncher:
         try:
             source = order.text.encode("latin-1").decode() if order.text else Path(path).read_text(encoding="utf-8")
             found = find_nested(source)
-            if found == NO_LOOP:
+            if isinstance(found, Nest):
+                found = with_own_modules(found, path, source)
+            elif found == NO_LOOP:
                 found = find_in_modules(path, source) or found
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
             found = ""  # Python tells what is wrong with it

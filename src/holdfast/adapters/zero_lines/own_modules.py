@@ -24,6 +24,7 @@ from typing import Any
 
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, facts, find_nested
 from holdfast.adapters.zero_lines.script_text import HOOK, imported, scope_of
+from holdfast.checkpoint.usage.clock_names import names_of_start, of_start
 
 # So many modules are looked at.
 _MAX_MODULES = 200
@@ -48,6 +49,31 @@ class OwnLoops:
 
 def find_in_modules(script: str, source: str) -> OwnLoops | None:
     """Returns the loops of the one own module that has any; None if none has, if several have, or if one uses holdfast."""
+    trees = _own_trees(script, source)
+    if any(each.split(".")[0] == "holdfast" for _, _, tree in trees.values() for each in imported(tree)):
+        return None
+    found: list[OwnLoops] = []
+    for name, (file, text, _) in trees.items():
+        nest = find_nested(text)
+        if isinstance(nest, Nest):
+            found.append(OwnLoops(name, file, nest, frozenset(trees)))
+    if len(found) != 1 or any(isinstance(_scope(found[0].nest, site.line), ast.Module) for site in found[0].nest.sites):
+        return None
+    others = [ast.parse(source), *(tree for name, (_, _, tree) in trees.items() if name != found[0].name)]
+    nest = with_own_modules(facts(found[0].nest, others), script, source)
+    return replace(found[0], nest=nest)
+
+
+def with_own_modules(nest: Nest, script: str, source: str) -> Nest:
+    """Returns the same loops, with what the script and its own modules say together of names that hold the time of the start."""
+    found = _own_trees(script, source).values()
+    return replace(
+        nest, started=names_of_start([ast.parse(source), *(tree for _, text, tree in found if of_start(text))])
+    )
+
+
+def _own_trees(script: str, source: str) -> dict[str, tuple[str, str, ast.Module]]:
+    """Returns path, text and tree of each own module, by name."""
     home = os.path.dirname(os.path.abspath(script))
     trees: dict[str, tuple[str, str, ast.Module]] = {}
     waiting = list(_names(ast.parse(source), ""))
@@ -62,17 +88,7 @@ def find_in_modules(script: str, source: str) -> OwnLoops | None:
             continue  # Python tells what is wrong with it
         trees[name] = (file, text, tree)
         waiting += _names(tree, name if os.path.basename(file) == "__init__.py" else name.rpartition(".")[0])
-    if any(each.split(".")[0] == "holdfast" for _, _, tree in trees.values() for each in imported(tree)):
-        return None
-    found: list[OwnLoops] = []
-    for name, (file, text, _) in trees.items():
-        nest = find_nested(text)
-        if isinstance(nest, Nest):
-            found.append(OwnLoops(name, file, nest, frozenset(trees)))
-    if len(found) != 1 or any(isinstance(_scope(found[0].nest, site.line), ast.Module) for site in found[0].nest.sites):
-        return None
-    others = [ast.parse(source), *(tree for name, (_, _, tree) in trees.items() if name != found[0].name)]
-    return replace(found[0], nest=facts(found[0].nest, others))
+    return trees
 
 
 def _scope(nest: Nest, line: int) -> ast.AST:

@@ -4,14 +4,44 @@
     spent = now() - t0               spent, by a name that holds one, or by a function of the script that asks a clock
     def train(epoch, since): ...     since, if it is called as train(1, t0)
 
-Pure: a tree in, names out. It follows names only, not attributes and items.
+Pure: a tree in, names out. It follows names only, not attributes and items; `names_of_start` follows attributes too.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Sequence
 
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, stored
+
+# Words of what draws a name for a run.
+_DRAWN = {"uuid1", "uuid4", "token_hex", "token_urlsafe"}
+_OF_START = re.compile(rf"\b({'|'.join(sorted(CLOCKS | _DRAWN))})\b")
+
+
+def of_start(text: str) -> bool:
+    """Tell whether a text asks a clock, or draws a name."""
+    return _OF_START.search(text) is not None
+
+
+def names_of_start(trees: Sequence[ast.Module]) -> frozenset[str]:
+    """Returns the names and attributes, in texts that belong together, that may hold a time or a name that was drawn."""
+    functions: dict[str, list[Function]] = {}
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    for node in nodes:
+        if isinstance(node, Function):
+            functions.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.ClassDef):
+            made = [part for part in node.body if isinstance(part, Function) and part.name == "__init__"]
+            functions.setdefault(node.name, []).extend(made)
+    found: set[str] = set()
+    while True:
+        words = CLOCKS | _DRAWN | found
+        new = {name for node in nodes for name in _given(node, functions, words, attributes=True)} - found
+        if not new:
+            return frozenset(found)
+        found |= new
 
 
 def clock_names(tree: ast.Module, *, meters: bool = False) -> frozenset[str]:
@@ -37,10 +67,15 @@ def clock_names(tree: ast.Module, *, meters: bool = False) -> frozenset[str]:
         found |= new
 
 
-def _given(node: ast.AST, functions: dict[str, list[Function]], words: set[str]) -> set[str]:
+def _given(
+    node: ast.AST, functions: dict[str, list[Function]], words: set[str], *, attributes: bool = False
+) -> set[str]:
     """Returns what gets a time by one node."""
     if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
-        return stored([node]) if node.value is not None and _asks(node.value, functions, words) else set()
+        if node.value is None or not _asks(node.value, functions, words):
+            return set()
+        held = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and attributes)
+        return stored([node]) | {part.attr for part in held if isinstance(part.ctx, ast.Store)}
     if isinstance(node, ast.Return) and node.value is not None and _asks(node.value, functions, words):
         return {name for name, found in functions.items() if any(node in ast.walk(each) for each in found)}
     if isinstance(node, ast.Call):

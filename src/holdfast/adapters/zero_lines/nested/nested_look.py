@@ -251,7 +251,7 @@ class Looker:
             path
             for path, leaf in now.leaves.items()
             if path in outermost.leaves and outermost.leaves[path].token != leaf.token
-        }
+        } | self._texts_of_start(outermost)
         entry = Entry(site, frame, before, self._changes((), before, always))
         entry.changes = self._changes([*entries, entry], before, always)
         entry.made = {
@@ -264,6 +264,16 @@ class Looker:
             if outermost.local.get(path) != (kind, token) and not timed:
                 entry.made[path] = xxhash.xxh3_64_hexdigest(token.encode())
         return entry
+
+    def _texts_of_start(self, outermost: Look) -> set[str]:
+        """Returns the paths of texts that hold the time of the start: all, if the loop reads one and a version is compared with it."""
+        nest = self._nest
+        found = {
+            path
+            for path, leaf in (outermost.leaves.items() if nest.reads_files else ())
+            if path.rpartition(".")[2] in nest.started and type(leaf.value()) is str
+        }
+        return found if nest.used & {word for path in found for word in path.split(".")} else set()
 
     def _changes(self, entries: Sequence[Entry], before: Look, always: set[str]) -> Changes:
         def look() -> Look:

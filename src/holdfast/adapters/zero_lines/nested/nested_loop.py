@@ -55,6 +55,7 @@ from holdfast.adapters.zero_lines.nested.nested_state import (
 )
 from holdfast.adapters.zero_lines.nested.staying_workers import StayingWorkers
 from holdfast.adapters.zero_lines.objects import Kept
+from holdfast.adapters.zero_lines.reach.attributes import silence_writers
 from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
@@ -267,6 +268,7 @@ class KeptLoops:
         """This is the child that rehearses."""
         self._owner = (os.getpid(), threading.get_ident())
         self._workers.adopt()
+        silence_writers()
 
     def _outer(self, entry: Entry, items: Items, run: _Run) -> Iterator[Any]:
         start = run.outer_begins(self._stack)
@@ -451,6 +453,10 @@ class _Run:
             self._end_checks()  # the run that saved made them
             self._state.rehearsed = True
             self._taken_up = True
+            if self._state.put_back and self._group.rank == 0:
+                say(
+                    f"{', '.join(map(repr, self._state.put_back))}: set to what the run that saved had, the name of another start"
+                )
             self._pending = self._state.restored
             self._state.randomness = self._pending["randomness"]
             put_randomness(self._state.randomness)

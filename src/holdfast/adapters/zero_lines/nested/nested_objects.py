@@ -21,11 +21,12 @@ from torch.utils.data import DataLoader
 
 from holdfast.adapters.zero_lines.objects import Kept, never_changes, why_no_state
 from holdfast.adapters.zero_lines.reach.attributes import (
+    added_to,
     attributes_of,
     has_place_in_data,
     is_attributes,
     is_iterator,
-    is_progress_bar,
+    is_output,
 )
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain, parts_of
 from holdfast.adapters.zero_lines.reach.tokens import is_sparse
@@ -130,9 +131,15 @@ class _Found:
             if judge and is_iterator(value):
                 self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
             self._parts(path, _attributes(value), depth, judge=judge)
-        elif is_attributes(value) and not never_changes(value) and not is_progress_bar(value):
+        elif not never_changes(value):
+            self._of_library(path, value, depth, judge=judge)
+
+    def _of_library(self, path: str, value: Any, depth: int, *, judge: bool) -> None:
+        if is_output(value):
+            self._parts(path, ((f".{name}", part) for name, part in added_to(value).items()), depth, judge=judge)
+        elif is_attributes(value):
             self._parts(path, _attributes(value), depth, judge=False)
-        elif judge and not never_changes(value) and not is_progress_bar(value):
+        elif judge:
             self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
 
     def _parts(self, path: str, parts: Iterable[tuple[str, Any]], depth: int, *, judge: bool) -> None:

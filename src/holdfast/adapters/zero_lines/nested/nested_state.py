@@ -20,6 +20,7 @@ from holdfast.adapters.zero_lines.changes import Changed
 from holdfast.adapters.zero_lines.doubts import Doubts, belongs, collectives_made
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Lost
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
+from holdfast.adapters.zero_lines.nested.texts_of_start import are_alike, is_gone
 from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.plain_values import MAX_ELEMENTS, has_set, is_plain
 from holdfast.checkpoint.device.accelerator import name_of
@@ -291,6 +292,15 @@ class NestedState(Doubts):
                 f"not made the same collectives: what they saved does not belong together"
             )
         return entry.changes.other_data(state.get("data", {}), self._data(state["rows"], state["starts"]))
+
+    def _is_of_start(self, path: str, state: Mapping[str, Any]) -> bool:
+        rows = state["starts"][0]["rows"] if state["starts"] else state["rows"]
+        texts = {
+            place: pair
+            for place, pair in self._outermost.changes.carried(rows).items()
+            if place.rpartition(".")[2] in self._nest.started and all(type(each) is str for each in pair)
+        }
+        return path in texts and are_alike(*texts[path]) and not any(is_gone(*pair) for pair in texts.values())
 
     def _data(self, rows: list[list[Any]], starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Returns tokens of what the script made, without what a restart puts in place before it uses any of it.

@@ -6,6 +6,7 @@ import dis
 import io
 import multiprocessing.process
 import subprocess
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -17,11 +18,41 @@ from holdfast.checkpoint.state.stateful import is_stateful
 _HEAP_TYPE, _POINTER = 1 << 9, 8
 # Modules around modules: the attributes that these name themselves follow the steps, and are made anew by a restart.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
+# Modules of what writes event files.
+_WRITERS = ("torch.utils.tensorboard.", "tensorboard.summary.", "tensorboardX.")
 
 
 def is_progress_bar(value: Any) -> bool:
     """Tell whether this only shows how far a loop is."""
     return any(part.__module__.partition(".")[0] == "tqdm" for part in type(value).__mro__)
+
+
+def is_output(value: Any) -> bool:
+    """Tell whether this only takes what it is told, and nothing of it comes back into a step.
+
+    That is a progress bar, a writer of TensorBoard's, or a file that is open for writing alone and whose class is Python's own.
+    """
+    home = type(value).__module__
+    if isinstance(value, io.IOBase) and home.partition(".")[0] in sys.stdlib_module_names:
+        return not value.closed and value.writable() and not value.readable()
+    return is_progress_bar(value) or home.startswith(_WRITERS)
+
+
+def silence_writers() -> None:
+    """Has writers of TensorBoard drop what they are told, in a forked child: the thread that empties their queue is not there, and a full one would hold it up."""
+    for name in ("tensorboard.summary.writer.event_file_writer", "tensorboardX.event_file_writer"):
+        kind: Any = getattr(sys.modules.get(name), "EventFileWriter", None)
+        if kind is not None:
+            kind.add_event = kind.flush = lambda *_, **__: None
+
+
+def added_to(value: Any) -> dict[str, Any]:
+    """Returns the attributes that no method of an object's own classes names: a script has put them there. None of a bar, which a restart moves on."""
+    if is_progress_bar(value):
+        return {}
+    methods = (part for kind in type(value).__mro__ for part in vars(kind).values())
+    own = set[str]().union(*(global_names(part.__code__) for part in methods if isinstance(part, types.FunctionType)))
+    return {key: part for key, part in attributes_of(value).items() if key not in own}
 
 
 def is_iterator(value: Any) -> bool:

@@ -36,12 +36,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.adapters.zero_lines.reach import arrow, held_arrays, identities
 from holdfast.adapters.zero_lines.reach.attributes import (
+    added_to,
     attributes_of,
     global_names,
     is_attributes,
     is_iterator,
     is_of_python,
-    is_progress_bar,
+    is_output,
     loaded_names,
     names_of_wrappers,
     slots_of,
@@ -456,8 +457,8 @@ class Walk:
             self._optimizer(path, value)
         elif isinstance(value, LRScheduler | GradScaler):
             self._stateful(path, value, asks)
-        elif is_progress_bar(value):
-            return
+        elif is_output(value):
+            self.keys(path, added_to(value), owner_of(value), asks=within)
         elif is_iterator(value) or isinstance(value, io.IOBase):
             self._iterator(path, value, asks, hold)
         elif isinstance(value, Dataset | Sampler):
