@@ -1,4 +1,4 @@
-"""Signals' handlers that strike while their thread begins to wait, and wait themselves."""
+"""Signals' handlers that strike while their thread begins to wait or to save, and threads that close meanwhile."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import pytest
 
+from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
+from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker
+from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, never
+from holdfast.core.model import Level, Version
+from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import _Waiting
+from holdfast.keeper.rpc.messages import Progress
+from keeper.rig import eventually
+from kit.checkpointers import Make, Trainee
 
 DEADLINE_S = 60.0
 MOST = 1000
@@ -24,7 +33,23 @@ def _job() -> LateCopyJob:
     return LateCopyJob([], None, lambda _: None)
 
 
-@pytest.mark.parametrize("make", [_Waiting, _job])
+class _Announcement:
+    """A version that becomes durable, as a keeper announces it."""
+
+    def __init__(self) -> None:
+        self.done = self
+        self._announced, self._version = Announced(0, lambda: True), Version(1, 3)
+
+    def set(self) -> None:
+        self._announced.take(Progress(version=self._version, reached=(Level.DURABLE,), reason="", abandoned=False))
+
+    def wait(self, timeout_s: float) -> bool:
+        with suppress(LevelNotReached):
+            self._announced.wait(self._version, Level.DURABLE, timeout_s)
+        return self._announced.level(self._version)[0] is Level.DURABLE
+
+
+@pytest.mark.parametrize("make", [_Waiting, _job, _Announcement])
 def test_a_handler_keeps_nothing_from_the_thread_that_it_waits_for(make: Callable[[], Any]) -> None:
     """At each moment of a wait: another thread tells that it is over, and the handler waits for that thread."""
     left = 0
@@ -69,3 +94,139 @@ def test_who_closes_while_its_thread_holds_the_fence_waits_for_nothing() -> None
     with fence._wake:
         fence.close()
     assert time.monotonic() - began < 10.0
+
+
+def test_who_closes_while_its_thread_holds_what_tells_of_durable_saves_hears_all_of_them() -> None:
+    """As a handler does that strikes in `flush`."""
+    told = list[Version]()
+    durables = DurableTracker(lambda version, _: told.append(version), None, timeout_s=600.0)
+    began = time.monotonic()
+    with durables._changed:
+        durables.add(never(3, Level.DURABLE, "no slot"))
+        durables.close()
+    assert time.monotonic() - began < JOIN_TIMEOUT_S / 2
+    assert told == [Version(1, 3)]
+
+
+@pytest.mark.parametrize("level", ["captured", "durable"])
+def test_a_handler_that_saves_the_same_step_just_before_makes_the_one_save_of_it(make: Make, level: str) -> None:
+    """The outer save has looked whether there is one, and is not known as one yet."""
+    inner, made = list[SaveHandle](), list[str]()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if frame.f_code is SaveHandle.__init__.__code__ and event == "call":
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    checkpointer.events.subscribe(lambda event: made.append(event.name) if event.name == "saved" else None)
+    before = signal.signal(signal.SIGUSR1, lambda *_: inner.append(checkpointer.save(2)))
+    try:
+        trainee.train()
+        sys.setprofile(look)
+        outer = checkpointer.save(2, level)
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    assert inner == [outer]
+    assert made == ["saved"]
+    assert outer.level is as_level(level)
+    outer.wait()
+    trainee.train()
+    checkpointer.save(3).wait()
+    checkpointer.close()
+
+
+class _Held:
+    """A save of another thread that has begun, and goes on when it is let."""
+
+    def __init__(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainee, self.lost = Trainee(), list[str]()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.checkpointer: Any = make(self.trainee)
+        self.checkpointer.restore()
+        self.trainee.train()
+        self.checkpointer.save(0).wait()
+        self.trainee.train()
+        self.within: Callable[[], None] = lambda: None
+        save = self.checkpointer._run.saver.save
+
+        def held(*args: Any, **kwargs: Any) -> None:
+            self.begun.set()
+            assert self.goes_on.wait(DEADLINE_S)
+            self.within()
+            save(*args, **kwargs)
+
+        monkeypatch.setattr(self.checkpointer._run.saver, "save", held)
+
+    def saves(self) -> None:
+        with suppress(LevelNotReached):
+            self.checkpointer.save(1)
+
+    def closes(self) -> None:
+        try:
+            self.checkpointer.close()
+        except LevelNotReached as error:
+            self.lost.append(error.what)
+
+
+def _is_held(lock: Any) -> bool:
+    if is_free := lock.acquire(blocking=False):
+        lock.release()
+    return not is_free
+
+
+def test_who_closes_waits_for_a_save_that_another_thread_has_begun(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper has not heard of it, and would be told to store what it does not know."""
+    held, told = _Held(make, monkeypatch), list[Version]()
+    client = held.checkpointer._run.link.client
+    persist = client.persist
+    monkeypatch.setattr(client, "persist", lambda version: (told.append(version), persist(version)))
+    saves, closes = threading.Thread(target=held.saves), threading.Thread(target=held.closes)
+    saves.start()
+    assert held.begun.wait(DEADLINE_S)
+    last = held.checkpointer._run.last
+    closes.start()
+    eventually(lambda: _is_held(held.checkpointer._close_lock))
+    closes.join(0.5)
+    assert not told
+    held.goes_on.set()
+    for thread in (saves, closes):
+        thread.join(DEADLINE_S)
+    assert not held.lost
+    assert last.reached is Level.DURABLE
+
+
+def test_a_handler_that_closes_within_a_save_waits_for_no_other_thread_that_closes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one waits for this save, and makes the last step durable itself."""
+    held, why = _Held(make, monkeypatch), list[str]()
+    closes = threading.Thread(target=held.closes)
+
+    def within() -> None:
+        try:
+            held.checkpointer.close()
+        except LevelNotReached as error:
+            why.append(error.what)
+            raise
+
+    held.within = within
+    saves = threading.Thread(target=held.saves)
+    saves.start()
+    assert held.begun.wait(DEADLINE_S)
+    closes.start()
+    eventually(lambda: _is_held(held.checkpointer._close_lock))
+    began = time.monotonic()
+    held.goes_on.set()
+    for thread in (saves, closes):
+        thread.join(DEADLINE_S)
+    assert time.monotonic() - began < DEADLINE_S / 2
+    assert why == ["another thread closes: close was called in the middle of its save, by the same thread"]
+    assert not held.lost
+    expected = held.trainee.fingerprint()
+    again = make(other := Trainee())
+    assert again.restore() == 2
+    assert other.fingerprint() == expected

@@ -530,7 +530,10 @@ class Checkpointer:
             return
         # A callback does not wait: the thread that closes may be waiting for it.
         waits = self._run is None or not self._run.durables.is_telling
-        if self._close_lock.acquire(blocking=waits):
+        is_within = (
+            self._saving == threading.get_ident()
+        )  # a signal's handler, which another thread that closes waits for
+        if self._close_lock.acquire(blocking=waits and not is_within):
             try:
                 if self._close_failed:
                     raise LevelNotReached(f"another thread closed: {self._close_failed}")
@@ -538,11 +541,18 @@ class Checkpointer:
                     self._close_once()
             finally:
                 self._close_lock.release()
+        elif is_within and self._run is not None:
+            why = self._break_off(self._run) or "this one is in the middle of a save"
+            raise LevelNotReached(f"another thread closes: {why}")
 
     def _close_once(self) -> None:
         finished, began = False, time.monotonic()
         try:
             if self._run is not None:
+                if self._saves.acquire(
+                    timeout=self._config.close_timeout_s
+                ):  # the keeper has not heard of a save that goes on
+                    self._saves.release()
                 finished = self._finish(self._run)
             else:
                 finished = True
@@ -836,10 +846,10 @@ class Checkpointer:
         self, run: Run, step: int, level: Level, also_to: Sequence[str] = (), *, why: Waits = Waits.ASKED
     ) -> SaveHandle:
         durable = level is Level.DURABLE
-        nested = self._saving == threading.get_ident()
-        last = run.last if not nested and run.last is not None and run.last.version.step == step else None
+        nested, newest = self._saving == threading.get_ident(), run.last
+        last = newest if not nested and newest is not None and newest.version.step == step else None
         if last is not None and last.given_up and not run.changed and run.link.unannounced.take_back(last.version):
-            run.last = last = None  # it found no slot, and nobody was told
+            last = None  # it found no slot, and nobody was told
         if last is not None:
             return self._raise_level(run, last, level, also_to)
         handle = SaveHandle(
@@ -861,12 +871,16 @@ class Checkpointer:
         before, thread, steps = self._saving, threading.get_ident(), run.saver.fence.num_steps
         try:
             self._saving = thread  # no call from here on to `last`: a signal's handler that closes finds both, or none
-            if is_kept:
+            is_first = run.last is newest  # else a signal's handler has saved since the look
+            if is_first and is_kept:
                 run.last, run.saved_steps = handle, steps
                 run.saves(handle)
-            run.saver.save(handle, durable=durable, why=why)
+            if is_first:
+                run.saver.save(handle, durable=durable, why=why)
         finally:
             self._saving = before
+        if not is_first:
+            return self._save(run, step, level, also_to, why=why)
         self._unclosed.saved(run)
         run.survivor.let_go()
         if durable:

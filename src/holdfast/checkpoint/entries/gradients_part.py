@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.entries import fsdp1, living_gradients
 from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
 from holdfast.checkpoint.entries.sharding import Layouts, local_of
+from holdfast.checkpoint.entries.zeroed_gradients import ZeroedGradients
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class GradientsPart(TransientPart):
         self._others: list[weakref.ref[torch.Tensor]] = []  # parameters of the models that no optimizer steps
         # The names of gradients that were used up and are there, as they were reported; True: all but these.
         self._zero: tuple[bool, list[str]] | tuple[()] = ()
+        self._zeroed = ZeroedGradients()
         self._living: dict[
             str, tuple[torch.Tensor, _Seen]
         ] = {}  # by number: a parameter, its gradient as it was reported
@@ -115,6 +117,7 @@ class GradientsPart(TransientPart):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._is_quick:
             parameters = parameters[:: -(-len(parameters) // SAMPLE)]
+        self._zeroed.used(parameters)
         used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
         for parameter in parameters:
             if (seen := used.get(key := id(parameter))) is None:
@@ -143,11 +146,16 @@ class GradientsPart(TransientPart):
         zero: list[str] = []
         absent: list[str] = []
         held = any(map(fsdp1.units_of, self._modules()))  # it loses what is put back, zeros too: that is told
-        for number, (key, parameter) in enumerate(self._parameters().items()):
+        parameters = self._parameters()
+        lives = {key: grad for key, p in parameters.items() if (grad := p.grad) is not None and self._lives(key, p)}
+        named = {key: grad for key, grad in lives.items() if key in self._names and not held}
+        cleared = self._zeroed.found(
+            {key: (parameters[key], self._is_written_once(key, grad)) for key, grad in named.items()}
+        )
+        for number, (key, parameter) in enumerate(parameters.items()):
             grad, name = parameter.grad, self._names.get(key)
-            lives = grad is not None and self._lives(key, parameter)
-            is_cleared = lives and name is not None and not held and living_gradients.is_zero(parameter)
-            if grad is not None and lives and not is_cleared:
+            is_cleared = key in cleared
+            if grad is not None and key in lives and not is_cleared:
                 self._living[str(number)] = parameter, _seen(grad)
             elif name is not None:
                 stays = grad is not None and key in self._stays and living_gradients.may_be_zero(parameter, grad)
@@ -163,6 +171,11 @@ class GradientsPart(TransientPart):
     def _lives(self, key: int, parameter: torch.Tensor) -> bool:
         """Return whether the next step reads the gradient of a parameter."""
         return (grad := parameter.grad) is not None and (key in self._uncleared or not _is(grad, self._used.get(key)))
+
+    def _is_written_once(self, key: int, grad: torch.Tensor) -> bool:
+        """Return whether torch counts one write to a gradient since the step that used it."""
+        seen, now = self._used.get(key), _count(grad)
+        return seen is not None and seen[0]() is grad and isinstance(seen[1], int) and now == seen[1] + 1
 
     def fits(self, most: int) -> bool:
         """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""

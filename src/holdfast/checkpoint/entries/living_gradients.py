@@ -178,19 +178,34 @@ def may_be_zero(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
 def is_zero(parameter: torch.Tensor) -> bool:
     """Tell whether the gradient of a parameter, which has one, is that of `put_zero`. One on a device is not looked at: that would wait.
 
-    Each step that is reported asks this of each gradient, so it takes a microsecond or two, and as long as one read if it is zero.
+    It takes a microsecond or two, and as long as one read if it is zero.
     """
+    if (memory := _host_memory(parameter)) is None:
+        return False
+    address, num_bytes = memory
+    head = min(num_bytes, len(_ZEROS))  # the rest is zero if each of its bytes equals the one so far before it
+    return same_memory(address, _ZEROS, head) and same_memory(address + head, address, num_bytes - head)
+
+
+def zero_ends(parameter: torch.Tensor) -> tuple[bool, bool]:
+    """Return whether the first, and whether the last 2,048 bytes of the gradient of a parameter are all zero; False where `is_zero` does not look."""
+    if parameter.grad is None or (memory := _host_memory(parameter)) is None:
+        return False, False
+    address, num_bytes = memory
+    end = min(num_bytes, len(_ZEROS) // 2)
+    return same_memory(address, _ZEROS, end), same_memory(address + num_bytes - end, _ZEROS, end)
+
+
+def _host_memory(parameter: torch.Tensor) -> tuple[int, int] | None:
+    """Returns address and bytes of a gradient that could be that of `put_zero`; None for one that is not, or not in host memory."""
     assert parameter.grad is not None
     grad = local_of(parameter.grad)
     if not grad.is_cpu or not may_be_zero(parameter, grad) or grad.is_conj():
-        return False
+        return None
     if not grad.is_contiguous() and not _is_gapless(grad):
-        return False
+        return None
     address, num_bytes = grad.data_ptr(), grad.nbytes
-    if num_bytes and not address:  # its memory was taken away
-        return False
-    head = min(num_bytes, len(_ZEROS))  # the rest is zero if each of its bytes equals the one so far before it
-    return same_memory(address, _ZEROS, head) and same_memory(address + head, address, num_bytes - head)
+    return None if num_bytes and not address else (address, num_bytes)  # its memory may have been taken away
 
 
 def put_zero(parameter: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
-"""Something that happens once, and the threads that wait for it.
+"""Something that happens once, or again and again, and the threads that wait for it.
 
-An event of the standard library holds a lock while it begins to wait. A signal's handler that strikes there keeps that lock
+Events and conditions of the standard library hold a lock while a thread begins to wait. A signal's handler that strikes there keeps that lock
 from the thread that would set the event, and may wait for that thread, or for the event itself, without end. Here nobody
 holds anything between two steps.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 class Latch:
@@ -42,3 +43,27 @@ class Latch:
             with suppress(ValueError):
                 self._waiters.remove(waiter)
         return self._is_set
+
+
+class Changes:
+    """Happens again and again. Any thread, and a signal's handler in the middle of any of these."""
+
+    def __init__(self) -> None:
+        self._awaited: deque[Latch] = deque()
+
+    def tell(self) -> None:
+        """One happened: all that wait go on."""
+        with suppress(IndexError):
+            for _ in range(len(self._awaited)):
+                self._awaited.popleft().set()
+
+    @contextmanager
+    def next(self) -> Iterator[Latch]:
+        """Gives what is set by the next one. Whoever looks within the block, and then waits for it, misses none."""
+        change = Latch()
+        self._awaited.append(change)
+        try:
+            yield change
+        finally:
+            with suppress(ValueError):
+                self._awaited.remove(change)

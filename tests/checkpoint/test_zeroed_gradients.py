@@ -1,0 +1,145 @@
+"""Gradients that are set to zero in place behind each step: a report reads few bytes of them, and finds what lives all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.checkpoint.entries import living_gradients
+from holdfast.checkpoint.entries.gradients_part import GradientsPart
+from holdfast.checkpoint.entries.zeroed_gradients import FULL_FIRST, IN_TURN
+
+ROWS, WIDTH = 512, 64
+END = 2048
+MIDDLE = END // (4 * WIDTH)  # the first row behind the first bytes
+
+
+class Words(torch.nn.Module):
+    """An embedding, and a layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = torch.nn.Embedding(ROWS, WIDTH)
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows: Sequence[int]) -> torch.Tensor:
+        return self.layer(self.table(torch.tensor(rows))).square().sum()
+
+
+class Script:
+    """A training that clears in place behind its step and reports."""
+
+    def __init__(self) -> None:
+        self.words = Words()
+        self.optimizer = torch.optim.SGD(self.words.parameters(), lr=0.1)
+        self.part = GradientsPart("gradients", lambda: [self.optimizer], lambda: [self.words])
+        named = {id(p): SimpleNamespace(entry=name) for name, p in self.words.named_parameters()}
+        out: Any = SimpleNamespace(owners=named)
+        self.part.build(out)
+        self.optimizer.register_step_post_hook(lambda *_: self.part.stepped(self.optimizer))
+
+    def steps(self, *rows: int) -> None:
+        self.words(rows).backward()
+        self.optimizer.step()
+
+    def clears(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def reports(self) -> bool:
+        """Returns whether a gradient was found that lives."""
+        self.part.note()
+        return bool(self.part._living)
+
+    def goes_on(self, reports: int) -> None:
+        for number in range(reports):
+            self.steps(0, MIDDLE + number, ROWS - 1)
+            self.clears()
+            assert not self.reports()
+
+
+def adds(script: Script) -> None:
+    script.words.table(torch.tensor([MIDDLE + 9])).sum().backward()
+
+
+def clears_and_adds(script: Script) -> None:
+    script.clears()
+    adds(script)
+
+
+def clears_the_first_rows(script: Script) -> None:
+    script.words.layer.zero_grad(set_to_none=False)
+    grad = script.words.table.weight.grad
+    assert grad is not None
+    grad[:MIDDLE].zero_()
+
+
+@pytest.mark.parametrize(
+    ("rows", "behind"),
+    [
+        ([MIDDLE], adds),
+        ([0, MIDDLE, ROWS - 1], clears_and_adds),
+        ([0, MIDDLE, ROWS - 1], clears_the_first_rows),
+        ([0, MIDDLE], clears_the_first_rows),
+    ],
+)
+def test_what_lives_between_the_ends_is_found(rows: list[int], behind: Callable[[Script], None]) -> None:
+    script = Script()
+    script.goes_on(FULL_FIRST + 3)
+    script.steps(*rows)
+    behind(script)
+    assert script.reports()
+
+
+def test_where_one_lives_all_of_the_others_is_read() -> None:
+    """Both ends of the table are cleared in one write, and the gradient of the layer is not."""
+    script = Script()
+    script.goes_on(FULL_FIRST + 3)
+    script.steps(0, MIDDLE, ROWS - 1)
+    for parameter in script.words.parameters():
+        grad = parameter.grad
+        assert grad is not None
+        grad.index_fill_(0, torch.tensor([0, len(grad) - 1]), 0.0)
+    assert script.reports()
+    assert "0" in script.part._living
+
+
+def test_a_write_that_torch_does_not_count_is_found_when_its_turn_comes() -> None:
+    script, found = Script(), 0
+    script.goes_on(FULL_FIRST + 3)
+    for _ in range(IN_TURN):
+        script.steps(0, MIDDLE, ROWS - 1)
+        script.clears()
+        grad = script.words.table.weight.grad
+        assert grad is not None
+        grad.numpy()[MIDDLE] = 1.0
+        found += script.reports()
+    assert found
+
+
+def test_where_all_is_cleared_a_report_reads_two_ends_and_all_of_each_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script, read = Script(), list[int]()
+    same_memory = living_gradients.same_memory
+
+    def counted(one: int, other: int | bytes, num_bytes: int) -> bool:
+        read.append(num_bytes)
+        return same_memory(one, other, num_bytes)
+
+    whole = sum(parameter.nbytes for parameter in script.words.parameters())
+    script.goes_on(FULL_FIRST)
+    monkeypatch.setattr(living_gradients, "same_memory", counted)
+    sums = list[int]()
+    for number in range(IN_TURN):
+        script.steps(0, MIDDLE + number, ROWS - 1)
+        script.clears()
+        read.clear()
+        assert not script.reports()
+        sums.append(sum(read))
+    assert sorted(sums)[IN_TURN // 2] <= 6 * END < whole / 10
+    assert sum(sums[FULL_FIRST:]) < 2 * whole + IN_TURN * 6 * END
