@@ -1211,7 +1211,7 @@ while True:
     i += 1
     die(i)
     if i >= 20: break
-""", at="i", kills=("4", "7", "8", "17")),
+""", at="i", kills=("5", "7", "8", "17")),
     "batches that a function asks for": Case("""
 def train(loader, batches):
     others = iter(loader)

@@ -42,7 +42,7 @@ def has_place(value: Any) -> bool:
 
 
 class Source:
-    """What an iterator takes its batches from: equal if it is the same, and the same text in every process.
+    """Names where an iterator takes its batches from: equal if that is the same, and the same text in every process.
 
     Args:
         value: the iterator.
