@@ -1248,6 +1248,22 @@ for i in range(9):
     "batches that are asked for, drawn by a generator of their own": Case(
         asked("loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator())\nbatches = iter(loader)"),
         "_SingleProcessDataLoaderIter", kills=("1,3",)),
+    "tensor of its own that an optimizer steps": Case(inline(
+        pre="log_alpha = torch.zeros(1, requires_grad=True)\nalpha = log_alpha.exp().item()\nother = torch.optim.Adam([log_alpha], lr=0.1)",
+        body="if i % 2:\n    other.zero_grad()\n    (log_alpha.exp() * loss.item()).mean().backward()\n    other.step()\n    alpha = log_alpha.exp().item()",
+    ), shown="log_alpha.item(), other.state_dict()", scale="(1 + alpha)", kills=KILLS[:4]),
+    "tensors of a list and of an object, and no module": Case("""
+class Line:
+    def __init__(self): self.bias = torch.nn.Parameter(torch.zeros(3))
+line, weights = Line(), [torch.zeros(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)]
+def model(x): return x @ weights[0] * weights[1] + line.bias
+model.parameters = lambda: [*weights, line.bias]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+""" + inline(), kills=("0,4", "2,3")),
+    "tensor of its own that is changed by hand": Case(inline(
+        pre="rate = torch.ones(1, requires_grad=True)",
+        body="(rate * loss.item()).sum().backward()\nrate.data.add_(rate.grad, alpha=-0.01)\nrate.grad = None",
+    ), "'rate' is a tensor with a gradient outside of a module", kills=("2,3",), scale="rate.item()"),
     "dict of a library that makes up what is in it": Case(inline(
         pre="import shelf\nnames = shelf.Names()", body="names['a']",
     ), kills=("0,4", "2,3"), package=SHELF + """
