@@ -28,6 +28,7 @@ from holdfast.adapters.zero_lines.reach.attributes import (
     is_iterator,
     is_output,
 )
+from holdfast.adapters.zero_lines.reach.loader_places import has_place
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain, parts_of
 from holdfast.adapters.zero_lines.reach.tokens import is_sparse
 from holdfast.checkpoint.state.stateful import is_stateful
@@ -139,7 +140,7 @@ class _Found:
             self._parts(path, ((f".{name}", part) for name, part in added_to(value).items()), depth, judge=judge)
         elif is_attributes(value):
             self._parts(path, _attributes(value), depth, judge=False)
-        elif judge:
+        elif judge and not has_place(value):
             self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
 
     def _parts(self, path: str, parts: Iterable[tuple[str, Any]], depth: int, *, judge: bool) -> None:
