@@ -28,6 +28,8 @@ SAMPLE = {
     "numbers in numbers, order drawn between": "2,6", "tensors of an attribute that are views": "2,3",
     "workers that stay and draw": "2,3", "writer of TensorBoard": "2,3", "files that are only written": "2,3",
     "file that is read and written": "0,4", "files in a directory that the time of the start names": "2,3",
+    "batches that are asked for": "2,3", "batches that a function asks for": "8", "batches that are asked for, of another loader": "2,3",
+    "tensor of its own that an optimizer steps": "2,3", "tensor of its own that is changed by hand": "2,3",
     "directory of another start that is gone": "2,3", "name that nobody can see to be drawn": "2,3",
 }  # fmt: skip
 WITH_A_KEEPER = {

@@ -230,3 +230,32 @@ def test_a_handler_that_closes_within_a_save_waits_for_no_other_thread_that_clos
     again = make(other := Trainee())
     assert again.restore() == 2
     assert other.fingerprint() == expected
+
+
+def test_a_handler_that_closes_within_a_second_restore_waits_in_vain_for_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job came together anew, and what was saved before is committed no more. Memory keeps it, and that is told."""
+    trainee, why = Trainee(), list[str]()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait()
+
+    def closes(*_: object) -> None:
+        began = time.monotonic()
+        with pytest.raises(LevelNotReached) as lost:
+            checkpointer.close()
+        why.append(lost.value.what)
+        assert time.monotonic() - began < DEADLINE_S / 2
+        raise SystemExit(0)
+
+    monkeypatch.setattr(checkpointer, "_laid_out", closes)
+    with pytest.raises(SystemExit):
+        checkpointer.restore()
+    assert "is captured, not durable: a later restore took its place: incarnation 2 runs now" in why[0]
+    monkeypatch.undo()
+    expected = trainee.fingerprint()
+    again = make(other := Trainee())
+    assert again.restore() == 1
+    assert other.fingerprint() == expected
