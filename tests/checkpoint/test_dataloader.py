@@ -690,6 +690,29 @@ def test_workers_that_stay_and_cannot_say_what_they_draw_are_told_between_epochs
     assert "begin anew in them: they are not forked" in caplog.text
 
 
+class Read(dict[int, float]):
+    """Reads an item when it is asked for it, and crops it."""
+
+    def __getitem__(self, index: int) -> float:
+        return super().__getitem__(index) + random.random()
+
+
+class Cropped(list[float]):
+    """The same."""
+
+    def __iter__(self) -> Iterator[float]:
+        return (value + random.random() for value in super().__iter__())
+
+
+@pytest.mark.parametrize("held", [Read({1: 2.0}), Cropped([1.0, 2.0])])
+def test_to_look_into_a_dataset_calls_nothing_of_its_containers(held: Any) -> None:
+    random.seed(1)
+    before = random.getstate()
+    looked = dataset_generators.Look({"dataset": types.SimpleNamespace(held=held)})
+    assert not looked.words
+    assert random.getstate() == before
+
+
 def test_batches_in_no_order_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """A count does not say which of them were had."""
     for num_workers, is_told in ((2, True), (1, False)):
