@@ -99,6 +99,30 @@ class Place:
         os.makedirs(at)
         self.at = at
 """
+# Batches that are asked for, and begun again where they have ended: the loop goes over numbers.
+ASKED = """
+for epoch in range(3):
+    for i in range(9):
+        try:
+            x, y = next(batches)
+        except StopIteration:
+            {again}
+            x, y = next(batches)
+        {step}
+        {body}
+        die(epoch, i)
+    {behind}
+    die(epoch, "eval")
+"""
+
+
+def asked(
+    pre: str = "batches = iter(loader)", again: str = "batches = iter(loader)", body: str = "pass", behind: str = "pass"
+) -> str:
+    """Returns epochs over numbers, in which batches are asked for one by one."""
+    return pre + inline(body=body, behind=behind, loop=ASKED.replace("{again}", again))
+
+
 OWN_FILE = "import time\npath = os.environ['MARK'] + '.n'\nn = len(open(path).read()) if os.path.exists(path) else 0\n"
 # A writer of TensorBoard's: a thread of its own, a queue, and a file with a next line.
 WRITER = """
@@ -1162,10 +1186,84 @@ for epoch in range(3):
     ), "have it come from an argument", kills=("2,3",)),
     "name that a file of the script's own gives": Case(inline(
         pre=OWN_FILE + "run = f'run{n}'", body="len(run)", behind="open(path, 'a').write('1')",
-    ), "'run' was 'run0'", scale="(len(run) + int(run[3:]) / 10)", kills=("2,3",)),
+    ), "'run' was 'run0'", scale="len(run)", kills=("2,3",)),
     "name that a file of the script's own gives, beside a time": Case(inline(
         pre=OWN_FILE + "run, since = f'run{n}', time.time()", body="len(run)", behind="open(path, 'a').write('1')",
     ), scale="(len(run) + int(run[3:]) / 10)", kills=("2,3",)),
+    "batches that are asked for": Case(asked(), kills=KILLS[:4]),
+    "batches that are asked for, of which one was taken before": Case(
+        asked("batches = iter(loader)\nnext(batches)", behind="x, y = next(iter(loader))"), kills=("0,6", "0,eval", "2,3")),
+    "batches that are asked for, in order": Case(
+        asked("loader = DataLoader(dataset, batch_size=None)\nbatches = iter(loader)"), kills=("1,4",)),
+    "batches that a class asks for": Case("""
+class Batches:
+    def __init__(self, loader): self.loader, self.taken = loader, iter(loader)
+    def next(self):
+        try:
+            return next(self.taken)
+        except StopIteration:
+            self.taken = iter(self.loader)
+            return next(self.taken)
+batches, i = Batches(loader), 0
+while True:
+    x, y = batches.next()
+    {step}
+    i += 1
+    die(i)
+    if i >= 20: break
+""", at="i", kills=("5", "7", "8", "17")),
+    "batches that a function asks for": Case("""
+def train(loader, batches):
+    others = iter(loader)
+    for i in range(18):
+        batch = next(batches, None)
+        if batch is None:
+            batches = iter(loader)
+            batch = next(batches)
+        x, y = batch
+        if i % 3 == 0 and i < 12: x = x + next(others)[0].mean()
+        {step}
+        die(i)
+train(loader, iter(loader))
+""", at="i", kills=("4", "7", "8", "16")),
+    "batches that are asked for, begun in every epoch": Case("""
+for epoch in range(3):
+    batches = iter(loader)
+    for i in range(5):
+        x, y = next(batches)
+        {step}
+        die(epoch, i)
+""", kills=("0,4", "1,2", "2,4")),
+    "batches that are asked for, of another loader": Case(
+        asked("batches, other = iter(loader), DataLoader(dataset, batch_size=4)", again="batches = iter(other)"),
+        "'batches' changes in the loop", kills=("2,3",)),
+    "batches that are asked for, begun in the loop": Case("""
+batches = None
+for i in range(9):
+    if batches is None: batches = iter(loader)
+    x, y = next(batches) if i < 7 else next(iter(loader))
+    {step}
+    die(i)
+""", "batches", at="i", kills=("4",)),
+    "batches that are asked for, drawn by a generator of their own": Case(
+        asked("loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator())\nbatches = iter(loader)"),
+        "_SingleProcessDataLoaderIter", kills=("1,3",)),
+    "tensor of its own that an optimizer steps": Case(inline(
+        pre="log_alpha = torch.zeros(1, requires_grad=True)\nalpha = log_alpha.exp().item()\nother = torch.optim.Adam([log_alpha], lr=0.1)",
+        body="if i % 2:\n    other.zero_grad()\n    (log_alpha.exp() * loss.item()).mean().backward()\n    other.step()\n    alpha = log_alpha.exp().item()",
+    ), shown="log_alpha.item(), other.state_dict()", scale="(1 + alpha)", kills=KILLS[:4]),
+    "tensors of a list and of an object, and no module": Case("""
+class Line:
+    def __init__(self): self.bias = torch.nn.Parameter(torch.zeros(3))
+line, weights = Line(), [torch.zeros(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)]
+def model(x): return x @ weights[0] * weights[1] + line.bias
+model.parameters = lambda: [*weights, line.bias]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+""" + inline(), kills=("0,4", "2,3")),
+    "tensor of its own that is changed by hand": Case(inline(
+        pre="rate = torch.ones(1, requires_grad=True)",
+        body="(rate * loss.item()).sum().backward()\nrate.data.add_(rate.grad, alpha=-0.01)\nrate.grad = None",
+    ), "'rate' is a tensor with a gradient outside of a module", kills=("2,3",), scale="rate.item()"),
     "dict of a library that makes up what is in it": Case(inline(
         pre="import shelf\nnames = shelf.Names()", body="names['a']",
     ), kills=("0,4", "2,3"), package=SHELF + """

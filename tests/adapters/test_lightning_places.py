@@ -122,6 +122,12 @@ def test_one_loader_that_is_given_twice_is_told_of() -> None:
     assert "given twice" in doubt
 
 
+def test_batches_in_no_order_are_told_of() -> None:
+    loader = DataLoader([1, 2], num_workers=2, in_order=False)
+    (doubt,) = doubts_of([loader], "max_size_cycle", has_length=True, takes_itself=False)
+    assert "in no order" in doubt
+
+
 @pytest.mark.parametrize("had", [1, 3, 5])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plain_loader_goes_on_at_its_place(had: int, workers: int) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from holdfast.adapters.zero_lines.nested import staying_workers
+from holdfast.adapters.zero_lines.nested.nested_items import Items
 from holdfast.adapters.zero_lines.nested.staying_workers import StayingWorkers
 from holdfast.adapters.zero_lines.reach.reach import Reach
 
@@ -43,6 +44,13 @@ def test_a_script_sees_nothing_of_it() -> None:
     assert DataLoader._get_iterator is original
     assert held._iterator is None
     assert not any(process.is_alive() for process in iterator._workers)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_batches_in_no_order_are_not_taken_up_by_their_count(*, begun: bool) -> None:
+    held = [DataLoader([1, 2], num_workers=count, in_order=False) for count in (1, 2)]
+    refused = [Items(iter(each) if begun else each).refused for each in held]
+    assert refused == ["", "its workers hand out batches in no order"]
 
 
 class Nested:

@@ -690,6 +690,43 @@ def test_workers_that_stay_and_cannot_say_what_they_draw_are_told_between_epochs
     assert "begin anew in them: they are not forked" in caplog.text
 
 
+class Read(dict[int, float]):
+    """Reads an item when it is asked for it, and crops it."""
+
+    def __getitem__(self, index: int) -> float:
+        return super().__getitem__(index) + random.random()
+
+
+class Cropped(list[float]):
+    """The same."""
+
+    def __iter__(self) -> Iterator[float]:
+        return (value + random.random() for value in super().__iter__())
+
+
+@pytest.mark.parametrize("held", [Read({1: 2.0}), Cropped([1.0, 2.0])])
+def test_to_look_into_a_dataset_calls_nothing_of_its_containers(held: Any) -> None:
+    random.seed(1)
+    before = random.getstate()
+    looked = dataset_generators.Look({"dataset": types.SimpleNamespace(held=held)})
+    assert not looked.words
+    assert random.getstate() == before
+
+
+def test_batches_in_no_order_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A count does not say which of them were had."""
+    for num_workers, is_told in ((2, True), (1, False)):
+        make = functools.partial(DataLoader, TensorDataset(ROWS), num_workers=num_workers, in_order=False)
+        first, second = Life(make), Life(make)
+        steps = first.steps()
+        next(steps)
+        restore(second.state, save(first.state))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            next(second.steps())
+        assert ("may be had twice" in caplog.text) is is_told
+
+
 def test_workers_that_are_not_forked_or_have_no_order_cannot_say_what_they_draw() -> None:
     assert worker_draws.why_not(DataLoader(Drawing(), num_workers=1)) == ""
     assert "not forked" in worker_draws.why_not(DataLoader(Drawing(), num_workers=1, multiprocessing_context="spawn"))

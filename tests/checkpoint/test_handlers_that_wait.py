@@ -16,7 +16,8 @@ import pytest
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
-from holdfast.checkpoint.save.save_handle import SaveHandle, as_level
+from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker
+from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, never
 from holdfast.core.model import Level, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import _Waiting
@@ -93,6 +94,18 @@ def test_who_closes_while_its_thread_holds_the_fence_waits_for_nothing() -> None
     with fence._wake:
         fence.close()
     assert time.monotonic() - began < 10.0
+
+
+def test_who_closes_while_its_thread_holds_what_tells_of_durable_saves_hears_all_of_them() -> None:
+    """As a handler does that strikes in `flush`."""
+    told = list[Version]()
+    durables = DurableTracker(lambda version, _: told.append(version), None, timeout_s=600.0)
+    began = time.monotonic()
+    with durables._changed:
+        durables.add(never(3, Level.DURABLE, "no slot"))
+        durables.close()
+    assert time.monotonic() - began < JOIN_TIMEOUT_S / 2
+    assert told == [Version(1, 3)]
 
 
 @pytest.mark.parametrize("level", ["captured", "durable"])
@@ -259,3 +272,32 @@ def test_a_handler_that_closes_where_its_thread_holds_what_another_one_needs_to_
     other.join(DEADLINE_S)
     assert len(lost) == 1
     assert run.last.reached is Level.DURABLE
+
+
+def test_a_handler_that_closes_within_a_second_restore_waits_in_vain_for_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job came together anew, and what was saved before is committed no more. Memory keeps it, and that is told."""
+    trainee, why = Trainee(), list[str]()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait()
+
+    def closes(*_: object) -> None:
+        began = time.monotonic()
+        with pytest.raises(LevelNotReached) as lost:
+            checkpointer.close()
+        why.append(lost.value.what)
+        assert time.monotonic() - began < DEADLINE_S / 2
+        raise SystemExit(0)
+
+    monkeypatch.setattr(checkpointer, "_laid_out", closes)
+    with pytest.raises(SystemExit):
+        checkpointer.restore()
+    assert "is captured, not durable: a later restore took its place: incarnation 2 runs now" in why[0]
+    monkeypatch.undo()
+    expected = trainee.fingerprint()
+    again = make(other := Trainee())
+    assert again.restore() == 1
+    assert other.fingerprint() == expected

@@ -338,3 +338,23 @@ def test_generators_of_others_go_on_where_they_were(make: Make) -> None:
     own = generators()
     make(**job(), **own).restore()
     assert draw(own) == expected
+
+
+def test_a_generator_of_numpy_spawns_the_next_children_behind_a_restart(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = np.random.default_rng(2)
+    checkpointer = make(**job(), own=own)
+    checkpointer.restore()
+    checkpointer.step(0)
+    own.spawn(3)
+    checkpointer.step(1)
+    checkpointer.close()
+    expected = own.spawn(1)[0].random()
+    again = np.random.default_rng(2)
+    checkpointer = make(**job(), own=again)
+    checkpointer.restore()
+    assert again.spawn(1)[0].random() == expected
+    assert "spawned" not in caplog.text
+    checkpointer.restore()
+    assert "has spawned 1 more children than when it was saved" in caplog.text

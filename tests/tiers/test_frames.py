@@ -174,6 +174,34 @@ def test_who_is_interrupted_with_a_part_sent_sends_nothing_behind_it(
     assert [other.receive(timeout_s=1)[0] for _ in range(2)] == [b"xxxxx", b"y"]
 
 
+def test_nothing_is_sent_behind_bulk_bytes_that_are_not_whole(pair: tuple[Channel, Channel]) -> None:
+    link, other = pair
+    blocks = iter([True])
+
+    def before(_: int) -> None:
+        if not next(blocks, False):
+            raise KeeperError("no more of it")
+
+    errors: list[str] = []
+    view = bytearray(2 * frames.BULK_BLOCK_BYTES)
+    reader = threading.Thread(target=lambda: [other.receive(timeout_s=5), errors.append(_error_of(other, view))])
+    reader.start()
+    with pytest.raises(KeeperError, match="no more"):
+        link.send_bulk(b"head", memoryview(bytes(view)), timeout_s=5, before=before)
+    with pytest.raises(KeeperLost):
+        link.send(b"a refusal", timeout_s=1)
+    reader.join()
+    assert "inside a frame" in errors[0]
+
+
+def _error_of(channel: Channel, view: bytearray) -> str:
+    try:
+        channel.receive_bulk(memoryview(view), timeout_s=2)
+    except (KeeperLost, KeeperError) as error:
+        return error.what
+    return ""
+
+
 def test_abort_wakes_a_reader_that_waits_for_ever(pair: tuple[Channel, Channel]) -> None:
     ended: list[str] = []
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.adapters.lightning.data_attributes import DataAttributes
-from holdfast.checkpoint.loader_workers.worker_draws import why_not
+from holdfast.checkpoint.loader_workers.worker_draws import has_no_order, why_not
 from holdfast.checkpoint.state.dataloader import LoaderPlace, is_plain, place_of
 from holdfast.checkpoint.state.stateful import is_stateful
 
@@ -145,6 +145,8 @@ def doubts_of(loaders: Sequence[Any], mode: str, *, has_length: bool, takes_itse
         found.append(f"{at_one_time}: one loader is given twice")
     if takes_itself:
         found.append(f"{at_one_time}, if the training step takes batches ahead from its dataloader_iter")
+    if any(is_plain(each) and has_no_order(each) for each in loaders):
+        found.append(f"{at_one_time}: workers hand out batches in no order (in_order=False), some of them twice then")
     if any(isinstance(each, DataLoader) and draws_anew(each) for each in loaders):
         found.append("what workers that stay (persistent_workers) draw by themselves is drawn anew behind a restart")
     return list(dict.fromkeys(found))

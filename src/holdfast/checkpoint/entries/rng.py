@@ -22,6 +22,8 @@ from holdfast.checkpoint.device.accelerator import Device
 
 logger = logging.getLogger(__name__)
 
+_SPAWNED = "spawned"
+
 
 class ProcessRandomness:
     """The process-wide generators."""
@@ -146,11 +148,9 @@ def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] 
     numpy = sys.modules.get("numpy")
     if numpy is None or "random" not in vars(numpy):
         return None
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return lambda: _lists(bits.state), lambda state: setattr(bits, "state", _arrays(state))
-    if isinstance(value, numpy.random.BitGenerator):
-        return lambda: _lists(value.state), lambda state: setattr(value, "state", _arrays(state))
+    if isinstance(value, numpy.random.Generator | numpy.random.BitGenerator):
+        bits = getattr(value, "bit_generator", value)
+        return lambda: _bits_of(bits), lambda state: _set_bits(bits, state)
     if isinstance(value, numpy.random.RandomState):
         return lambda: _lists(value.get_state(legacy=False)), lambda state: value.set_state(_arrays(state))
     return None
@@ -168,6 +168,25 @@ def process_generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], N
 
 def _set_torch(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _bits_of(bits: Any) -> dict[str, Any]:
+    """Returns the state of a bit generator of NumPy, and how many children it has spawned (`Generator.spawn`), if any."""
+    spawned = getattr(getattr(bits, "seed_seq", None), "n_children_spawned", 0)
+    return {**_lists(bits.state), **({_SPAWNED: spawned} if spawned else {})}
+
+
+def _set_bits(bits: Any, state: dict[str, Any]) -> None:
+    bits.state = _arrays({key: value for key, value in state.items() if key != _SPAWNED})
+    seeds = getattr(bits, "seed_seq", None)
+    more = state.get(_SPAWNED, 0) - getattr(seeds, "n_children_spawned", 0)
+    if seeds is not None and more > 0:
+        seeds.spawn(more)  # NumPy counts them upwards alone
+    elif more:
+        logger.warning(
+            "a generator of NumPy has spawned %s children than when it was saved, and that cannot be set: what it spawns next differs",
+            f"{-more} more" if more < 0 else f"{more} fewer",
+        )
 
 
 def _lists(tree: Any) -> Any:

@@ -18,7 +18,7 @@ import textwrap
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class Look:
                     numbers = [name for name, part in meant.items() if type(part) in (int, float)]
                     self.numbers += [(f"{base}.{name}", where, name, where[name]) for name in numbers]
                 left += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value, held)]
-            if isinstance(value, (*_LISTS, dict)) and len(value) > _WIDE:
+            if isinstance(value, (*_LISTS, dict)) and _length(value) > _WIDE:
                 long.append(path)
         for path in long:
             self._is_long(path + "[")
@@ -139,7 +139,7 @@ class Beside:
         """
         for name, (was, length) in self._was.items():
             value = self._held.get(name)
-            if value is was and (length is None or len(value) == length):
+            if value is was and (length is None or _length(value) == length):
                 continue
             if (isinstance(was, bool) or was is None) and isinstance(value, bool | int | str):
                 return name
@@ -154,7 +154,7 @@ class Beside:
 
 
 def _mark(value: Any) -> tuple[Any, int | None]:
-    return value, len(value) if isinstance(value, _HOLDERS) else None
+    return value, _length(value) if isinstance(value, _HOLDERS) else None
 
 
 def _number(held: dict[str, Any], name: str) -> Any:
@@ -170,8 +170,20 @@ def _put(held: dict[str, Any], name: str, value: Any) -> None:
     held[name] = value
 
 
-def _first(parts: Collection[Any]) -> Iterator[Any]:
-    return itertools.islice(parts, len(parts) if len(parts) <= _WIDE else _FEW)
+def _length(value: Any) -> int:
+    """Returns how many parts lie in a list, tuple, deque, dict or set."""
+    return int(_plain(value).__len__(value))
+
+
+def _plain(value: Any) -> Any:
+    """Returns the class of Python's that such a value is of: the methods of a subclass may read files, or draw."""
+    return next(kind for kind in _HOLDERS if isinstance(value, kind))
+
+
+def _first(value: Any) -> Iterator[Any]:
+    length = _length(value)
+    parts = dict.items(value) if isinstance(value, dict) else _plain(value).__iter__(value)
+    return itertools.islice(parts, length if length <= _WIDE else _FEW)
 
 
 def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
@@ -179,7 +191,7 @@ def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _LISTS):
         yield from ((f"[{at}]", part) for at, part in enumerate(_first(value)))
     elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", value[key]) for key in _first(value))
+        yield from ((f"[{key!r}]", part) for key, part in _first(value))
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, types.MethodType):
@@ -252,9 +264,9 @@ def _in_list(value: Any) -> Any:
             return None
     if hasattr(value, "tobytes") and hasattr(value, "nbytes"):
         return xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= 8 * _LONG else None
-    if not isinstance(value, (*_LISTS, dict)) or len(value) > _LONG:
+    if not isinstance(value, (*_LISTS, dict)) or _length(value) > _LONG:
         return None
-    numbers = list(value.values() if isinstance(value, dict) else value)
+    numbers = list(dict.values(value) if isinstance(value, dict) else _plain(value).__iter__(value))
     return numbers if all(type(each) in (int, float) for each in numbers) else None
 
 

@@ -56,6 +56,11 @@ def why_not(loader: DataLoader[Any]) -> str:
     return "" if getattr(loader, "in_order", True) else "they hand out batches in no order"
 
 
+def has_no_order(loader: DataLoader[Any]) -> bool:
+    """Tell whether the batches of a loader come as its workers finish them, so that a count does not say which were had."""
+    return loader.num_workers > 1 and not getattr(loader, "in_order", True)
+
+
 def is_forked(loader: DataLoader[Any]) -> bool:
     """Tell whether the workers of a loader are children that are forked."""
     context = loader.multiprocessing_context or torch.multiprocessing

@@ -101,7 +101,7 @@ class DurableTracker:
         self._changed = threading.Condition()
         self._marking = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = self._is_ending = self._has_ended = False
+        self._closed = self._has_left = self._is_ending = False
         self._warned_s = -TELL_EVERY_S
 
     def add(self, handle: SaveHandle, also_to: Sequence[str] = (), *, asked: bool = True) -> None:
@@ -185,14 +185,9 @@ class DurableTracker:
             self._changed.notify_all()
         if self._further is not None:
             self._further.close()
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return
-        deadline = time.monotonic() + join_s
-        with self._changed:  # a signal's handler may close while its thread holds this, and that thread needs it to end
-            self._changed.wait_for(lambda: self._has_ended or not thread.is_alive(), join_s)
-        if self._has_ended:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            with self._changed:  # a signal's handler may hold it already, from where it struck: a wait lets go of it
+                self._changed.wait_for(lambda: self._has_left, join_s)
 
     def _wait_for_places(self, timeout_s: float) -> None:
         """Waits for the further places; not in a callback, which runs in the thread that this would wait for."""
@@ -222,7 +217,7 @@ class DurableTracker:
                 self._look(item, leaving=closed)
             if closed:
                 with self._changed:
-                    self._has_ended = True
+                    self._has_left = True
                     self._changed.notify_all()
                 return
 

@@ -46,6 +46,10 @@ _GENERATORS = "holdfast.generators"
 _PLACE = "_holdfast_place"
 # Who draws between two batches does so at the second one, or at one soon behind it.
 _WATCHED = 64
+_NO_ORDER = (
+    "the loader goes on after %d batches, but its workers hand them out in no order (in_order=False): a part of this epoch may be had twice, "
+    "and another part not at all"
+)
 # Samplers that draw everything before their first index.
 _AT_ONCE = (
     sampler.SequentialSampler,
@@ -302,6 +306,8 @@ class LoaderPlace:
                 next(counted, None)
         else:
             counted.skip()
+        if worker_draws.has_no_order(self.loader):
+            logger.warning(_NO_ORDER, had)
         was_ahead, is_ahead = saved.get("ahead", ""), counted.ahead()
         is_same = self._order == saved["order"] and all(map(operator.eq, was_ahead, is_ahead))
         if self._had != had or not is_same:

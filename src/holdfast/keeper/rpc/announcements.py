@@ -63,6 +63,7 @@ class Announced:
         self._alive = alive
         self._changes = Changes()
         # The reader thread alone writes to these, but for times; of others' looks each is one step, or at a copy.
+        self._incarnation = 0
         self._due: tuple[Version, VersionLevel] | None = None
         self._levels: dict[Version, VersionLevel] = {}
         self._stored_s: dict[Version, float] = {}  # of durable versions, since when that is known
@@ -110,6 +111,8 @@ class Announced:
 
     def superseded(self, version: Version) -> str:
         """Return why `version` does not become durable any more; empty as long as it may, or if it is."""
+        if version.incarnation < self._incarnation:
+            return f"a later restore took its place: incarnation {self._incarnation} runs now"
         if over := self._alarms.get(messages.superseded(version.incarnation)):
             return over
         passed_s = time.monotonic() - PASSED_S
@@ -118,6 +121,11 @@ class Announced:
         newer = (stored for stored, since_s in list(self._stored_s.items()) if stored > version and since_s <= passed_s)
         stored = None if version in self._stored_s else next(newer, None)
         return "" if stored is None else f"{stored} is durable, and took its place"
+
+    def assembled(self, incarnation: int) -> None:
+        """The job came together as this incarnation: no version of an earlier one is committed any more."""
+        self._incarnation = max(self._incarnation, incarnation)
+        self._changes.tell()
 
     def nothing_heard(self, version: Version) -> None:
         """The keeper does not answer: that it says nothing of `version` means nothing."""

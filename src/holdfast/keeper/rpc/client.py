@@ -94,6 +94,7 @@ class KeeperClient(KeeperViewer):
             setting, required, expected = encryption.setting, encryption.required, encryption.expected
             request = messages.Assemble(assembly=assembly, key=setting, key_required=required, key_id=expected)
         self._ask(request, messages.Ok)
+        self.announced.assembled(assembly.incarnation)
 
     def resume(
         self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = (), *, read_bytes: int = 0

@@ -195,10 +195,14 @@ class Channel:
         view = view.cast("B")
         with self._send_lock:
             self._send_all(_framed(body), (), time.monotonic() + timeout_s)
-            for at in range(0, len(view), BULK_BLOCK_BYTES):
-                block = view[at : at + BULK_BLOCK_BYTES]
-                before(len(block))
-                self._send_all(block, (), time.monotonic() + timeout_s)
+            try:
+                for at in range(0, len(view), BULK_BLOCK_BYTES):
+                    block = view[at : at + BULK_BLOCK_BYTES]
+                    before(len(block))
+                    self._send_all(block, (), time.monotonic() + timeout_s)
+            except BaseException:
+                self.abort()  # else the next frame would be read as the rest of these bytes
+                raise
 
     def receive(
         self, *, timeout_s: float | None, frame_timeout_s: float = HELLO_TIMEOUT_S, limit: int = MAX_FRAME_BYTES

@@ -34,6 +34,7 @@ from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, parts_of
 from holdfast.adapters.zero_lines.reach.walk import workers_stay
 from holdfast.base.installed import is_installed
+from holdfast.checkpoint.loader_workers.worker_draws import has_no_order
 from holdfast.checkpoint.state.dataloader import draws_at_once
 from holdfast.checkpoint.state.stateful import is_stateful
 from holdfast.checkpoint.usage import user_frames
@@ -44,6 +45,7 @@ _SEQUENCES = (list, tuple, str, bytes, dict, type(_NONE.keys()), type(_NONE.valu
 _EMPTY: tuple[Iterable[Any], ...] = ([], (), range(0), "", b"", _NONE, _NONE.values(), _NONE.items())
 _PLAIN_ITERATORS = tuple(type(iter(each)) for each in _EMPTY)
 _MAX_DEPTH, _MAX_PARTS = 6, 64
+_NO_ORDER = "its workers hand out batches in no order"
 _NUMBERS = {bool, int, float}
 
 
@@ -266,6 +268,8 @@ def _loader(value: DataLoader[Any], items: Items) -> _Way:
     stays = bool(value.num_workers and value.persistent_workers)
     if stays:
         items.refused = items.refused or items.why_not_staying(value)
+    if has_no_order(value):
+        items.refused = items.refused or _NO_ORDER
     made: list[_Way] = []
 
     def way() -> _Way:
@@ -288,6 +292,8 @@ def _loader_iterator(value: Any, items: Items) -> _Way:
             items.refused = items.refused or items.why_not_staying(loader)
             items.loaders.append(loader)
             items.staying.append((value, value.begins))
+    if value._num_workers > 1 and not getattr(value, "_in_order", True):
+        items.refused = items.refused or _NO_ORDER
     known = draws_at_once(value._index_sampler)
     if not known:
         items.digests(indices)

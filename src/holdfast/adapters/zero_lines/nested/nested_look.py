@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.adapters.zero_lines.changes import Changes
 from holdfast.adapters.zero_lines.nested.nested_items import Items, digest_of
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
+from holdfast.adapters.zero_lines.reach.loader_places import has_place
 from holdfast.adapters.zero_lines.reach.look import Look, Owner
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
@@ -196,7 +197,9 @@ class Looker:
                 and (name in site.loose or is_carried(names[name], is_plain, fixed=site.outer))
             )
         site, frame = stack[-1]
+        here = own(frame) if is_function(frame) else frame.f_globals
         dead[_key(frame)] |= site.sets - set(site.lives) if site.outer else site.sets
+        dead[_key(frame)] -= {name for name in site.lives if has_place(here.get(name))}  # it is looked at, and stays
         hidden = dead.get(0, set())
         frames = _frames(frame, self._main, self._modules)
         inner = [each for each in frames if each not in self._around][::-1]

@@ -56,6 +56,7 @@ from holdfast.adapters.zero_lines.nested.nested_state import (
 from holdfast.adapters.zero_lines.nested.staying_workers import StayingWorkers
 from holdfast.adapters.zero_lines.objects import Kept
 from holdfast.adapters.zero_lines.reach.attributes import silence_writers
+from holdfast.adapters.zero_lines.reach.loader_places import LoaderPlaces
 from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
@@ -112,10 +113,13 @@ class KeptLoops:
         self._judge = Reach(used=(), kept=(), named={})
         self._workers = StayingWorkers(self._judge, self._may_be_saved)
         self._workers.begin()
+        self._places = LoaderPlaces()
+        self._places.begin()
 
     def end(self, *, unfit: bool) -> None:
         """The script is left; or what it has made so far, if a version could not be taken up."""
         self._workers.end(unfit=unfit)
+        self._places.end()
 
     def _may_be_saved(self) -> bool:
         return not self._begun or (self._run is not None and self._run.looks)
@@ -274,7 +278,7 @@ class KeptLoops:
         start = run.outer_begins(self._stack)
         if start is not None:
             there = entry.names() if entry.taken == 0 else {}
-            self._give(given(entry.site.lives, start["carried"], there=there), start)
+            self._give(given(entry.site.lives, start["carried"], there=there, stays=entry.names()), start)
             yield stand_in(entry.site.target, start["targets"])
         while True:
             self._left = False
@@ -296,7 +300,7 @@ class KeptLoops:
         version = run.inner_begins(self._stack)
         self._workers.inner_begins(version.get("workers", b"") if version is not None else b"")
         if version is not None:
-            self._give(given(entry.site.lives, version["carried"]), version)
+            self._give(given(entry.site.lives, version["carried"], stays=entry.names()), version)
             yield stand_in(entry.site.target, version["targets"])
         while True:
             self._left = False
@@ -317,7 +321,7 @@ class KeptLoops:
             if version["after"] is None:
                 run.unfit(f"the loop of line {entry.site.line} has ended, and what is read behind it was not saved")
             if names:
-                self._give(given(names, version["carried"], version["after"]), version)
+                self._give(given(names, version["carried"], version["after"], stays=entry.names()), version)
 
     def _give(self, values: tuple[Any, ...], saved: Mapping[str, Any]) -> None:
         self._values, self._absent, self.back = values, frozenset(saved.get("absent", ())), True

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -28,6 +29,7 @@ from holdfast.adapters.zero_lines.reach.attributes import (
     is_iterator,
     is_output,
 )
+from holdfast.adapters.zero_lines.reach.loader_places import has_place
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain, parts_of
 from holdfast.adapters.zero_lines.reach.tokens import is_sparse
 from holdfast.checkpoint.state.stateful import is_stateful
@@ -58,7 +60,8 @@ def collect(
         for name, value in scope.items():
             found.visit(name, value, judge=False)
     if not found.optimizers:
-        return _without_optimizer(found) if by_hand else "no optimizer was found"
+        none = _without_optimizer(found) if by_hand else "no optimizer was found"
+        return _why_no_leaf(found.leaves) or none
     stepped = [
         p for optimizer in found.optimizers.values() for group in optimizer.param_groups for p in group["params"]
     ]
@@ -67,6 +70,11 @@ def collect(
             found.visit(name, value, judge=False)
     modules = _outermost(found.modules)
     owned = {id(p) for module in modules for p in module.parameters()}
+    bare = {path: leaf for path, leaf in found.leaves.items() if id(leaf) not in owned}
+    owned |= {id(leaf) for leaf in bare.values()}
+    if why := _why_no_leaf(bare, stepped):
+        return why
+    modules += [_Bare(bare)] if bare else []
     if not stepped or any(id(p) not in owned for p in stepped):
         return "an optimizer steps parameters of no module that the loops use"
     optimizers = list(found.optimizers.values())
@@ -85,6 +93,29 @@ def _without_optimizer(found: _Found) -> Kept | str:
     return found.kept
 
 
+def _why_no_leaf(leaves: Mapping[str, torch.Tensor], stepped: Iterable[torch.Tensor] = ()) -> str:
+    """Returns why tensors with a gradient outside of modules are in the way; empty if one rank's optimizers step all of them."""
+    trained = {id(p) for p in stepped}
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        trained = set()  # nobody knows whether they are alike on all ranks
+    others = (path for path, leaf in leaves.items() if id(leaf) not in trained)
+    return next((f"{path!r} is a tensor with a gradient outside of a module" for path in others), "")
+
+
+class _Bare(nn.Module):
+    """Holds tensors that an optimizer steps and that lie in no module of the script: `log_alpha = torch.zeros(1, requires_grad=True)`.
+
+    Args:
+        leaves: by path.
+    """
+
+    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for path, leaf in leaves.items():
+            name = re.sub(r"\W+", "_", path).strip("_")
+            self._parameters[name + "_" * (name in self._parameters)] = leaf  # type: ignore[assignment]
+
+
 def _outermost(modules: Mapping[int, nn.Module]) -> list[nn.Module]:
     """Returns the modules that lie in no other one."""
     inside = {id(part) for module in modules.values() for part in module.modules() if part is not module}
@@ -100,6 +131,7 @@ class _Found:
         self.kept = Kept()
         self.modules: dict[int, nn.Module] = {}
         self.optimizers: dict[int, Optimizer] = {}
+        self.leaves: dict[str, torch.Tensor] = {}  # tensors with a gradient that have a name, by path
         self.reason = ""
 
     def visit(self, path: str, value: Any, depth: int = 0, *, top: bool = False, judge: bool = True) -> None:
@@ -139,7 +171,7 @@ class _Found:
             self._parts(path, ((f".{name}", part) for name, part in added_to(value).items()), depth, judge=judge)
         elif is_attributes(value):
             self._parts(path, _attributes(value), depth, judge=False)
-        elif judge:
+        elif judge and not has_place(value):
             self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")
 
     def _parts(self, path: str, parts: Iterable[tuple[str, Any]], depth: int, *, judge: bool) -> None:
@@ -159,7 +191,7 @@ class _Found:
 
     def _tensor(self, path: str, value: torch.Tensor, *, top: bool, judge: bool) -> None:
         if judge and value.requires_grad and value.is_leaf:
-            self._refuse(f"{path!r} is a tensor with a gradient outside of a module")
+            self.leaves[path] = value
         elif top and not is_sparse(value):
             self._keep(path, {"tensor": value})
 

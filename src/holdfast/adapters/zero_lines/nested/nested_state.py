@@ -21,6 +21,7 @@ from holdfast.adapters.zero_lines.doubts import Doubts, belongs, collectives_mad
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Lost
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.nested.texts_of_start import are_alike, is_gone
+from holdfast.adapters.zero_lines.reach.loader_places import has_place
 from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.plain_values import MAX_ELEMENTS, has_set, is_plain
 from holdfast.checkpoint.device.accelerator import name_of
@@ -177,6 +178,8 @@ class NestedState(Doubts):
             elif name in site.carried and is_carried(value, is_plain, fixed=site.outer):
                 self.doubt(self._why_no_tensors(name, value))
                 carried[name] = carried_tensors.packed(value)
+            elif has_place(value):
+                continue  # it stays, and is put where it was
             elif name in site.loose:
                 lost.append(name)
             else:
@@ -366,6 +369,7 @@ def given(
     carried: Mapping[str, Any],
     after: Mapping[str, Any] | None = None,
     there: Mapping[str, Any] | None = None,
+    stays: Mapping[str, Any] | None = None,
 ) -> tuple[Any, ...]:
     """Returns the values of these names, in order; what was lost tells so when it is used.
 
@@ -374,11 +378,13 @@ def given(
         carried: what a version has of them.
         after: the same of names that are read behind a loop.
         there: what they mean now, where the statements before have just made them as the run that saved did.
+        stays: what they mean now: an iterator of a data loader is in no version, and stays with its place.
     """
     found = {name: carried_tensors.unpacked(value) for name, value in carried.items()} | {
         name: _unpacked(value) for name, value in (after or {}).items()
     }
     found |= {name: value for name, value in (there or {}).items() if name in found and _is_same(found[name], value)}
+    found = {name: value for name, value in (stays or {}).items() if has_place(value)} | found
     return tuple(found[name] if name in found else Lost(name) for name in names)
 
 

@@ -34,7 +34,7 @@ from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.adapters.zero_lines.reach import arrow, held_arrays, identities
+from holdfast.adapters.zero_lines.reach import arrow, held_arrays, identities, loader_places
 from holdfast.adapters.zero_lines.reach.attributes import (
     added_to,
     attributes_of,
@@ -485,7 +485,11 @@ class Walk:
 
     def _iterator(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         """Looks at what has a next item: a generator that has ended has none, and one that a loop goes over is counted there."""
-        if type(value) is types.GeneratorType and value.gi_frame is None:
+        if loader_places.has_place(value):
+            found, self.found.fixed[path] = loader_places.place(value), loader_places.Source(value)
+            told, put = functools.partial(itself, found), functools.partial(loader_places.put, value)
+            self.found.leaves[path] = Leaf(tuple(found), *hold, told, put)
+        elif type(value) is types.GeneratorType and value.gi_frame is None:
             self.found.fixed[path] = ENDED
             self.found.kinds[ENDED] = types.GeneratorType
             if hold[0] in self.found.owners:
