@@ -410,6 +410,23 @@ def test_sparse_gradients_go_where_the_script_goes_back(make: Make, used: bool) 
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_save_of_a_step_that_is_known_has_nothing_of_the_backward_pass_behind_it(make: Make, reported: bool) -> None:
+    """As a signal's handler, or another thread, saves it between a backward pass and its optimizer's step."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer: Any = make(model=model, optimizer=optimizer)
+    checkpointer.restore()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.step(0) if reported else checkpointer.save(0)
+    model(torch.ones(4)).sum().backward()
+    checkpointer.save(0, "durable").wait("durable", 60)
+    assert checkpointer.restore(str(checkpointer._run.last.version)) == 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
