@@ -14,6 +14,7 @@ time and size, so it does not matter who wrote it. Not seen: files that other li
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -52,6 +53,7 @@ class FileWatch:
         self._made = set[str]()  # written from their beginning in this step: who makes it again reads the same
         self._reason = ""
         self._told = False
+        self._held = ""  # a file that was opened to be written from its beginning, and stays open as the loop begins
         _Hook.watch(self)
 
     def loop_begins(self) -> None:
@@ -59,6 +61,7 @@ class FileWatch:
         self._began_ns = time.time_ns()
         self._read.clear()
         self._made.clear()
+        self._held = next((path for path in _open_files() if self._written.get(path)), "")
 
     def step_made(self) -> tuple[str, str]:
         """Returns why a restart would read something else, and what it would lose; empty if neither."""
@@ -82,6 +85,9 @@ class FileWatch:
                     f"steps before it had put there"
                 )
                 break
+        if self._held and not self._told:
+            self._told = True
+            warning = f"{os.path.relpath(self._held)!r} is open for writing as the loop begins: a restart writes it anew, without what the steps before it had put there"
         return self._reason, warning
 
     def end(self) -> None:
@@ -154,6 +160,16 @@ class _Hook:
             path = os.fsdecode(path)
         if isinstance(path, str) and isinstance(flags, int):
             watch.opened(path, flags)
+
+
+def _open_files() -> list[str]:
+    """Lists the files that this process has open, where the system tells."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
 
 
 def _anew(path: str, why: str) -> str:
