@@ -301,7 +301,7 @@ class Cycle(Pair):
     """A loop over one loader that asks for a batch of the other in each step, and begins that one anew when it ends."""
 
     def steps(self) -> Iterator[list[float]]:
-        other = iter[Any]([])
+        other: Iterator[Any] = iter([])
         while True:
             for (one,) in self.loaders[0]:
                 while (two := next(other, None)) is None:
