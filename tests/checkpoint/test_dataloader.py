@@ -631,6 +631,32 @@ def test_nothing_holds_a_class_that_was_looked_at() -> None:
     assert held() is None
 
 
+class Short(Loud):
+    """Its methods call their object otherwise."""
+
+    def __init__(s) -> None:  # noqa: N805
+        super().__init__()
+        s.had, s.other, s.passed, s.seen = 0, 0, 0, [0]
+
+    def __getitem__(s, index: int, /) -> torch.Tensor:  # noqa: N805
+        s.had += 1
+        s.seen[0] += 1
+        self = s.of(s)
+        self.other += 1
+        return super().__getitem__(index)
+
+    @staticmethod
+    def of(passed: Any) -> Any:
+        passed.passed += 1
+        return types.SimpleNamespace(other=0)
+
+
+def test_counts_are_found_whatever_a_method_calls_its_object() -> None:
+    looked = dataset_generators.Look({"dataset": Short()})
+    assert looked.found.keys() == {"dataset.had"}
+    assert looked.lists.keys() == {"dataset.seen"}
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_count_beside_a_cache_begins_anew_with_it() -> None:
     first = Life(lambda: DataLoader(Caching(), batch_size=3, num_workers=1))
