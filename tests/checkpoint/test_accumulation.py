@@ -396,6 +396,20 @@ def test_gradients_of_odd_kinds_are_not_carried(make: Make, kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_sparse_gradients_go_where_the_script_goes_back(make: Make, used: bool) -> None:
+    model = torch.nn.Embedding(4, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer: Any = make(model=model, optimizer=optimizer)
+    checkpointer.restore()
+    checkpointer.save(0, "durable").wait("durable", 60)
+    model(torch.arange(3)).sum().backward()
+    if used:
+        optimizer.step()
+    assert checkpointer.restore(str(checkpointer._run.last.version)) == 1
+    assert model.weight.grad is None
+
+
 def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -405,6 +405,20 @@ def _waits_to_close(thread: threading.Thread) -> bool:
     return frame is not None and frame.f_code.co_name == "close"
 
 
+def test_who_closes_while_its_thread_holds_the_tracker_waits_for_nothing() -> None:
+    """As a handler does that strikes within a flush; what is durable is told of."""
+    told = list[Version]()
+    tracker = DurableTracker(lambda version, _: told.append(version), None, timeout_s=DEADLINE_S)
+    handle = never(3, Level.DURABLE, "")
+    tracker.add(handle)
+    began = time.monotonic()
+    with tracker._changed:
+        handle.committed()
+        tracker.close()
+    assert time.monotonic() - began < 5.0
+    assert told == [handle.version]
+
+
 def test_a_callback_that_exits_does_not_end_those_to_come() -> None:
     told = list[int]()
 

@@ -232,6 +232,48 @@ def test_a_handler_that_closes_within_a_save_waits_for_no_other_thread_that_clos
     assert other.fingerprint() == expected
 
 
+@pytest.mark.parametrize("of", ["flush", "step", "wait"])
+def test_a_handler_that_closes_where_its_thread_holds_what_another_one_needs_to_close_does_not_wait(
+    make: Make, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """As one that strikes within a flush, or while an optimizer's step waits for a late copy."""
+    trainee, lost = Trainee(), list[str]()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0)
+    run, begun, goes_on, finish = checkpointer._run, threading.Event(), threading.Event(), checkpointer._finish
+
+    def held(run: Any) -> bool:
+        begun.set()
+        assert goes_on.wait(DEADLINE_S)
+        return bool(finish(run))
+
+    def closes() -> None:
+        try:
+            checkpointer.close()
+        except LevelNotReached as error:
+            lost.append(error.what)
+
+    monkeypatch.setattr(checkpointer, "_finish", held)
+    other = threading.Thread(target=closes, daemon=True)
+
+    def strikes() -> None:
+        with {"flush": run.durables._changed, "step": run.saver.fence._passing, "wait": run.saver.fence._wake}[of]:
+            other.start()
+            assert begun.wait(DEADLINE_S)
+            closes()
+
+    struck = threading.Thread(target=strikes, daemon=True)
+    struck.start()
+    struck.join(DEADLINE_S / 4)
+    assert lost == ["another thread closes: this one is in the middle of a save, a flush or an optimizer's step"]
+    goes_on.set()
+    other.join(DEADLINE_S)
+    assert len(lost) == 1
+    assert run.last.reached is Level.DURABLE
+
+
 def test_a_handler_that_closes_within_a_second_restore_waits_in_vain_for_nothing(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 
 import pytest
 
@@ -71,6 +73,43 @@ def test_a_rank_past_the_appointed_step_says_so_at_once_and_a_stop_is_proposed_a
     assert [p.purpose for p in due.propose] == [Purpose.STOP]
     late.take(Appointment(Purpose.STOP, 10))
     assert [late.after(step, stop_wanted=True).stop for step in (9, 10)] == [False, True]
+
+
+def hears_at(clock: Schedule, moment: int, appointed: int) -> tuple[bool, list[bool]]:
+    """Ends step 4 and hears of an appointment meanwhile; whether the step is saved, and whether it was heard at once, if it was."""
+    left, heard = moment, list[bool]()
+
+    def look(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            sys.setprofile(None)
+            hears = threading.Thread(target=clock.take, args=(Appointment(Purpose.SAVE, appointed),), daemon=True)
+            hears.start()
+            hears.join(10.0)
+            heard.append(not hears.is_alive())
+
+    sys.setprofile(look)
+    due = clock.after(4, stop_wanted=False)
+    sys.setprofile(None)
+    return due.save, heard
+
+
+@pytest.mark.parametrize("appointed", [4, 5])
+def test_what_is_heard_at_any_moment_of_a_step_waits_for_nothing_and_is_kept_or_missed(appointed: int) -> None:
+    """A signal's handler may strike there, and wait for the thread that hears it."""
+    outcomes = set()
+    for moment in itertools.count(1):
+        clock, missed = schedule(1, 2, every="0", durable_every="0")
+        clock.after(3, stop_wanted=False)
+        is_due, heard = hears_at(clock, moment, appointed)
+        if not heard:
+            break
+        assert heard == [True], f"moment {moment}"
+        is_missed = missed == [4]
+        outcomes.add((is_due, is_missed, clock.after(5, stop_wanted=False).save))
+    assert moment > 5
+    assert outcomes == ({(True, False, False), (False, True, False)} if appointed == 4 else {(False, False, True)})
 
 
 def test_a_stop_alone_is_immediate_and_durable() -> None:

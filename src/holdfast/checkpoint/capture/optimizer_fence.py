@@ -195,6 +195,11 @@ class Fence:
         """Return whether a step was recorded into a graph of a device: what that replays passes no fence."""
         return self._steps.captured
 
+    @property
+    def is_held(self) -> bool:
+        """Return whether this thread is in the middle of a call here: a signal's handler interrupted it."""
+        return self._passing._is_owned() or self._wake._is_owned()  # type: ignore[attr-defined, no-any-return]
+
     def under_way(self) -> set[int]:
         """Returns the identifiers of the threads that are within a step that may write the state."""
         return self._steps.under_way()

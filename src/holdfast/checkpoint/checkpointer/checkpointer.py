@@ -524,15 +524,14 @@ class Checkpointer:
 
         Raises:
             LevelNotReached: that is not durable, or nothing was saved; says which level it has, and why. The keeper then
-                stays and keeps what it holds. Also in threads that waited while another one closed.
+                stays and keeps what it holds. Also in threads that waited while another one closed, and at once in a handler
+                that interrupted what that one needs (a save, a flush, an optimizer's step).
         """
         if self._closed or self._is_forked:
             return
         # A callback does not wait: the thread that closes may be waiting for it.
         waits = self._run is None or not self._run.durables.is_telling
-        is_within = (
-            self._saving == threading.get_ident()
-        )  # a signal's handler, which another thread that closes waits for
+        is_within = self._is_within  # a signal's handler, which another thread that closes waits for
         if self._close_lock.acquire(blocking=waits and not is_within):
             try:
                 if self._close_failed:
@@ -542,8 +541,16 @@ class Checkpointer:
             finally:
                 self._close_lock.release()
         elif is_within and self._run is not None:
-            why = self._break_off(self._run) or "this one is in the middle of a save"
+            why = self._break_off(self._run) or "this one is in the middle of a save, a flush or an optimizer's step"
             raise LevelNotReached(f"another thread closes: {why}")
+
+    @property
+    def _is_within(self) -> bool:
+        """Return whether this thread is in the middle of a save, or holds what a thread that closes needs."""
+        if self._saving == threading.get_ident():
+            return True
+        run = self._run
+        return run is not None and (run.durables.is_held or run.saver.fence.is_held)
 
     def _close_once(self) -> None:
         finished, began = False, time.monotonic()

@@ -229,7 +229,8 @@ def clear(parameter: torch.Tensor) -> None:
     grad = parameter.grad
     if grad is None:
         return
-    if isinstance(grad, DTensor) or (grad.is_cpu and grad.untyped_storage().nbytes() == grad.nbytes):
+    is_plain = grad.layout is torch.strided  # of another one, as a sparse one, nobody else has the memory
+    if isinstance(grad, DTensor) or not is_plain or (grad.is_cpu and grad.untyped_storage().nbytes() == grad.nbytes):
         parameter.grad = None
     else:
         grad.zero_()

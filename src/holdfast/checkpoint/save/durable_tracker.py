@@ -135,6 +135,11 @@ class DurableTracker:
         """Return whether this is called in a callback."""
         return self._thread is threading.current_thread()
 
+    @property
+    def is_held(self) -> bool:
+        """Return whether this thread is in the middle of a call here: a signal's handler interrupted it."""
+        return self._changed._is_owned()  # type: ignore[attr-defined, no-any-return]
+
     def flush(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Waits until every durable save has ended and `on_durable` was called for it; `meanwhile` is called now and then. A
         callback that does not return within the time is no error: the version is durable.

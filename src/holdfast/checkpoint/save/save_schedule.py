@@ -12,8 +12,9 @@ our next step. Called by `checkpoint.checkpointer.checkpointer` once per step; `
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -93,7 +94,11 @@ class Schedule:
         self._alone = world_size == 1
         self._missed = missed
         self._calendar = StepAgreement(rank)
-        self._lock = threading.Lock()
+        # What the coordinator said since the last step, and what of it came late. Without a lock: a signal's handler that strikes
+        # in between would keep it, and the thread that hears the keeper could take nothing. Who takes one out answers for it.
+        self._numbers = itertools.count()
+        self._heard: dict[int, Appointment] = {}
+        self._late: deque[Appointment] = deque()
         self._finished = -1
         self._saved_step: int | None = None
         self._clock = clock
@@ -115,21 +120,25 @@ class Schedule:
         if self._alone:
             self._finished = step
             return Due(save or by_clock or stop_wanted, durable or stop_wanted, stop_wanted)
-        with self._lock:
-            if by_clock and self._rank == 0:
-                self._calendar.want(Purpose.SAVE)
-            if stop_wanted:
-                self._calendar.want(Purpose.STOP)
-            due = self._calendar.finished(step)
-            self._finished = step
+        if by_clock and self._rank == 0:
+            self._calendar.want(Purpose.SAVE)
+        if stop_wanted:
+            self._calendar.want(Purpose.STOP)
+        while self._late:
+            self._calendar.take(self._late.popleft())
+        self._finished = step  # what is heard from here on is late, or taken out here, or of a later step
+        for number in tuple(self._heard):
+            if (appointment := self._heard.pop(number, None)) is not None:
+                self._calendar.take(appointment)
+        due = self._calendar.finished(step)
         return Due(save or due.save or due.stop, durable or due.stop, due.stop, due.missed, due.propose)
 
     def take(self, appointment: Appointment) -> None:
         """The coordinator's word, in whatever thread it arrives."""
-        with self._lock:
-            self._calendar.take(appointment)
-            late = appointment.step <= self._finished
-        if late:
+        number = next(self._numbers)
+        self._heard[number] = appointment
+        if appointment.step <= self._finished and self._heard.pop(number, None) is not None:
+            self._late.append(appointment)
             self._missed(appointment.step)
 
     def saved(self, step: int, *, durable: bool) -> None:
