@@ -217,13 +217,19 @@ SAMPLE = {
 }
 NONE = {
     "generator": (
-        f"batches = iter(DataLoader(data, batch_size=4))\nfor step in range(7):\n    x, y = next(batches)\n    {STEP}\n",
+        f"batches = iter(DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator()))\nfor step in range(7):\n    x, y = next(batches)\n    {STEP}\n",
         "'batches'",
     ),
     "model that is made anew": (
         ("for fold in range(2):\n    net = torch.nn.Linear(4, 3)\n    opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
         f"    for x, y in DataLoader(data, batch_size=4):\n        {STEP}\n    net.seen = [torch.ones(1)]\n"),
         "is made anew in the loop",
+    ),
+    "environment of a package": (
+        ("class Room:\n    __module__, at = 'torch.rooms', 0\n    def reset(self): self.at = 0\n    def step(self): self.at += 1\n"
+        "room = Room()\nroom.reset()\n"
+        f"for step in range(9):\n    room.step()\n    x, y = data[:]\n    {STEP}\n    net.seen = [torch.ones(1)]\n"),
+        "'room', a Room, has a place, or a memory, of its own",
     ),
     "groups that are added": (
         ("extra = torch.nn.Linear(2, 2)\nfor epoch in range(3):\n    if epoch == 1:\n"

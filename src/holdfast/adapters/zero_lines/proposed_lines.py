@@ -563,6 +563,7 @@ class _Text:
                 hasattr(value, "__next__")
                 or isinstance(value, queue.Queue | queue.SimpleQueue)
                 or kind == "_lru_cache_wrapper"
+                or (_is_environment(value) and not self._reach.is_of_user(value))
             ):
                 raise NoLines(f"{path!r}, a {kind}, has a place, or a memory, of its own that nobody can save")
 
@@ -654,6 +655,13 @@ class _Text:
                 return f"{number} + 1 < {ast.unparse(counted.args[0])}"
             return f"{ast.unparse(loop.target)} + 1 < {ast.unparse(counted.args[1])}"
         return f"{number} + 1 < len({ast.unparse(loop.iter)})"
+
+
+def _is_environment(value: Any) -> bool:
+    """Tell whether an object goes on by itself, and hands out no state: one of gymnasium, which has a `step` and a `reset`."""
+    kind = type(value)
+    methods = (getattr(kind, name, None) for name in ("step", "reset"))
+    return all(map(callable, methods)) and not hasattr(kind, "state_dict")
 
 
 def _is_saved(value: Any) -> bool:

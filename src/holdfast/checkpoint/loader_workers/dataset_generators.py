@@ -290,6 +290,8 @@ def _read_counts(kind: type) -> tuple[frozenset[str], frozenset[str]]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(each))) if each is not object else ast.Module([], [])
         except (OSError, TypeError, SyntaxError, ValueError):
             continue
+        for method in _methods(tree):
+            _call_self(method)
         begins = {
             node
             for method in ast.walk(tree)
@@ -305,6 +307,25 @@ def _read_counts(kind: type) -> tuple[frozenset[str], frozenset[str]]:
             if node not in begins:
                 others |= _own(_whole(_written(node)))
     return frozenset(found), frozenset(lists - others)
+
+
+def _methods(tree: ast.AST) -> list[ast.FunctionDef]:
+    """Returns the functions of classes that are called with an object of theirs."""
+    functions = [each for kind in ast.walk(tree) if isinstance(kind, ast.ClassDef) for each in kind.body]
+    return [each for each in functions if isinstance(each, ast.FunctionDef) and not _has_no_object(each)]
+
+
+def _has_no_object(function: ast.FunctionDef) -> bool:
+    named = {each.id for each in function.decorator_list if isinstance(each, ast.Name)}
+    return not named.isdisjoint({"staticmethod", "classmethod"})
+
+
+def _call_self(method: ast.FunctionDef) -> None:
+    """Gives the object that a method is called with the name `self`, whatever the method calls it: its first parameter."""
+    first = next((each.arg for each in (*method.args.posonlyargs, *method.args.args)), "self")
+    for node in ast.walk(method) if first != "self" else ():
+        if isinstance(node, ast.Name) and node.id in (first, "self"):
+            node.id = "self" if node.id == first else ""
 
 
 def _written(node: ast.AST) -> list[ast.AST]:
