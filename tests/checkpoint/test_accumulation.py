@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,83 @@ def test_sparse_gradients_go_where_the_script_goes_back(make: Make, used: bool) 
         optimizer.step()
     assert checkpointer.restore(str(checkpointer._run.last.version)) == 1
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_save_of_a_step_that_is_known_has_nothing_of_the_backward_pass_behind_it(make: Make, reported: bool) -> None:
+    """As a signal's handler, or another thread, saves it between a backward pass and its optimizer's step."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer: Any = make(model=model, optimizer=optimizer)
+    checkpointer.restore()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.step(0) if reported else checkpointer.save(0)
+    model(torch.ones(4)).sum().backward()
+    checkpointer.save(0, "durable").wait("durable", 60)
+    assert checkpointer.restore(str(checkpointer._run.last.version)) == 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_another_thread_that_saves_a_reported_step_reads_no_gradient(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass may be writing them, and torch ends the process where a gradient is read meanwhile."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer: Any = make(every="0", model=model, optimizer=optimizer)
+    checkpointer.restore()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.step(0)
+    state, readers = checkpointer._run.state, list[int]()
+    reads: dict[Any, str] = {state._overlooked: "look", state.gradients: "note"}
+    for part, name in reads.items():
+        monkeypatch.setattr(part, name, lambda *_: readers.append(threading.get_ident()))
+    thread = threading.Thread(target=lambda: saved.append(checkpointer.save(0)))
+    saved = list[Any]()
+    thread.start()
+    thread.join(60)
+    assert [str(each.version) for each in saved] == ["i000001-s0000000000"]
+    assert not readers
+    checkpointer.save(1)
+    assert set(readers) == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_version_that_another_thread_saves_has_no_gradient_that_lives_and_says_so(
+    make: Make, caplog: pytest.LogCaptureFixture, *, reported: bool
+) -> None:
+    """A backward pass may be adding to them."""
+
+    def train() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        model = torch.nn.Linear(4, 4)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = train()
+    checkpointer: Any = make(every="0", model=model, optimizer=optimizer)
+    checkpointer.restore()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.save(0)
+    model(torch.ones(4)).sum().backward()
+    if reported:
+        checkpointer.step(1)
+    thread = threading.Thread(target=checkpointer.save, args=(1, "durable"))
+    thread.start()
+    thread.join(60)
+    part = checkpointer._run.state.gradients
+    assert bool(part._living) == reported
+    assert ("another thread saves" in caplog.text) != reported
+    checkpointer.flush(60)
+    checkpointer.abandon()
+    model, optimizer = train()
+    assert make(every="0", model=model, optimizer=optimizer).restore() == 2
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "another thread saves" in caplog.text
 
 
 def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(

@@ -277,11 +277,17 @@ def test_it_goes_on_with_the_next_batch(name: str, killed: int) -> None:
 
 
 class Pair:
-    """A loop over two loaders at once, whose iterators are made before either draws its order."""
+    """A loop over two loaders at once, whose iterators are made before either draws its order.
 
-    def __init__(self) -> None:
+    Args:
+        generator: of both; None: that of the process.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
         torch.manual_seed(5)
-        self.loaders = [DataLoader(TensorDataset(ROWS), size, shuffle=True, drop_last=True) for size in (3, 4)]
+        self.loaders = [
+            DataLoader(TensorDataset(ROWS), size, shuffle=True, drop_last=True, generator=generator) for size in (3, 4)
+        ]
         self.state = State({"one": self.loaders[0], "two": self.loaders[1]}, rank=0, world_size=1)
         self.state.trained()
 
@@ -291,21 +297,60 @@ class Pair:
                 yield [*one[0].tolist(), *two[0].tolist(), torch.rand(()).item()]
 
 
-@pytest.mark.parametrize("killed", [1, 3, 6, 7])
+class Cycle(Pair):
+    """A loop over one loader that asks for a batch of the other in each step, and begins that one anew when it ends."""
+
+    def steps(self) -> Iterator[list[float]]:
+        other: Iterator[Any] = iter([])
+        while True:
+            for (one,) in self.loaders[0]:
+                while (two := next(other, None)) is None:
+                    other = iter(self.loaders[1])
+                yield [*one.tolist(), *two[0].tolist(), torch.rand(()).item()]
+
+
+class Both(Pair):
+    """Epochs of the one and of the other in turn."""
+
+    def steps(self) -> Iterator[list[float]]:
+        while True:
+            for loader in self.loaders:
+                yield from (rows.tolist() for (rows,) in loader)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("make", [Pair, Cycle])
+@pytest.mark.parametrize("killed", [1, 3, 5, 6, 7])
 def test_loaders_that_are_gone_over_together_go_on_with_their_next_batches(
-    killed: int, caplog: pytest.LogCaptureFixture
+    killed: int, make: type[Pair], shares: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = Pair()
+    first = make(own() if shares else None)
     steps = first.steps()
     for _ in range(killed):
         next(steps)
     saved = save(first.state)
-    expected = [next(steps) for _ in range(12)]
-    second = Pair()
+    expected = [next(steps) for _ in range(24)]
+    second = make(own() if shares else None)
     restore(second.state, saved)
     again = second.steps()
-    assert [next(again) for _ in range(12)] == expected
-    assert "not with the order" not in caplog.text
+    assert [next(again) for _ in range(24)] == expected
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_draws_of_another_loader_that_a_place_undoes_are_told(shares: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The second loader goes on at its place when the first has gone over its data, once more or again."""
+    first, second = (Both(own() if shares else None) for _ in range(2))
+    steps = first.steps()
+    for _ in range(8):
+        next(steps)
+    restore(second.state, save(first.state))
+    again = second.steps()
+    for _ in range(6):
+        next(again)
+    assert not caplog.text
+    next(again)
+    assert ("shares its generator with another loader" in caplog.text) == shares
 
 
 def test_a_worker_that_stays_is_made_before_the_order_of_a_later_epoch_is_drawn() -> None:
@@ -584,6 +629,32 @@ def test_nothing_holds_a_class_that_was_looked_at() -> None:
     del Passing
     gc.collect()
     assert held() is None
+
+
+class Short(Loud):
+    """Its methods call their object otherwise."""
+
+    def __init__(s) -> None:  # noqa: N805
+        super().__init__()
+        s.had, s.other, s.passed, s.seen = 0, 0, 0, [0]
+
+    def __getitem__(s, index: int, /) -> torch.Tensor:  # noqa: N805
+        s.had += 1
+        s.seen[0] += 1
+        self = s.of(s)
+        self.other += 1
+        return super().__getitem__(index)
+
+    @staticmethod
+    def of(passed: Any) -> Any:
+        passed.passed += 1
+        return types.SimpleNamespace(other=0)
+
+
+def test_counts_are_found_whatever_a_method_calls_its_object() -> None:
+    looked = dataset_generators.Look({"dataset": Short()})
+    assert looked.found.keys() == {"dataset.had"}
+    assert looked.lists.keys() == {"dataset.seen"}
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -301,3 +301,21 @@ def test_a_handler_that_closes_within_a_second_restore_waits_in_vain_for_nothing
     again = make(other := Trainee())
     assert again.restore() == 1
     assert other.fingerprint() == expected
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_close_takes_no_handler_away_that_the_script_has_set_meanwhile(make: Make, own: bool) -> None:
+    def handle(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        checkpointer = make(trainee := Trainee())
+        checkpointer.restore()
+        if own:
+            signal.signal(signal.SIGTERM, handle)
+        trainee.train()
+        checkpointer.step(0)
+        checkpointer.close()
+        assert signal.getsignal(signal.SIGTERM) == (handle if own else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGTERM, before)

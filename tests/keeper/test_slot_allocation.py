@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.base.errors import LevelNotReached, MemoryRefused
+from holdfast.base.errors import KeeperLost, LevelNotReached, MemoryRefused
 from holdfast.core.model import Level
 from holdfast.core.recovery.version_choice import Fetch, Source
 from keeper.rig import TIMEOUT_S, Rig, Trainer, eventually, reached, save_all
@@ -189,3 +190,36 @@ def test_a_slot_that_is_spare_leaves_room_for_two_more(make_rig: MakeRig, there:
     with pytest.raises(MemoryRefused, match="reserving 1 slots"):
         trainer.client.prepare(slot_bytes, 3, spare=True)
     assert len(trainer.client.prepare(slot_bytes, 3)) == 3, "which is there for who asks for it"
+
+
+@pytest.mark.parametrize("what", ["prepare", "begin"])
+def test_slots_of_an_answer_that_came_too_late_are_sent_again(make_rig: MakeRig, what: str) -> None:
+    rig = make_rig()
+    [trainer] = rig.start(prepare=False)
+    client, size = trainer.client, trainer.num_bytes
+    asked = functools.partial(client.prepare, size, 3, timeout_s=0.2)
+    if what == "begin":
+        asked = functools.partial(client.begin, trainer.version(1), size, durable=False, timeout_s=0.1)
+    assert client.prepare(size, 3, num_ready=0) == ()
+    eventually(lambda: "unpopulated" not in states(rig, 0))
+    keeper = rig.pid_of(rig.keeper(0))
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        with pytest.raises(KeeperLost, match="did not answer"):
+            asked()
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+
+    for step in (2, 3):
+        reached([trainer], trainer.save(step), Level.CAPTURED)
+    assert len(client.prepare(size, 3)) == 3
+
+
+def test_a_slot_that_two_answers_bring_is_mapped_once(make_rig: MakeRig) -> None:
+    [trainer] = make_rig().start()
+    [slot, *_] = trainer.client.prepare(trainer.num_bytes, 2)
+    again = os.dup(slot.fd)
+    trainer.client._map((slot.slot_id,), [again])
+    assert trainer.client.prepare(trainer.num_bytes, 2)[0] is slot
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(again)

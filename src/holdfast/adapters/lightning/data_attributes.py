@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from holdfast.base.installed import is_installed
+from holdfast.checkpoint.containers import items_of, length_of, parts_of
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.optimizer_extras import same
 from holdfast.checkpoint.state.stateful import is_stateful
@@ -105,9 +106,9 @@ def _within(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple
     seen.add(id(value))
     holder: MutableMapping[Any, Any] | None = None
     if isinstance(value, _LISTS):
-        first = list(itertools.islice(value, _MAX_PARTS))
+        first = list(itertools.islice(parts_of(value), _MAX_PARTS))
         if all(type(part) in _ATOMS for part in first):
-            yield name, (f"{len(value)} {first!r}", None)
+            yield name, (f"{length_of(value)} {first!r}", None)
             return
         parts: Any = {str(index): part for index, part in enumerate(first[:_MAX_OBJECTS])}
     elif isinstance(value, functools.partial):
@@ -121,7 +122,7 @@ def _within(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple
         parts = holder = value if isinstance(value, dict) else vars(value)
         for function in () if isinstance(value, dict) else _methods(type(value)):  # type: ignore[arg-type]
             yield from _within(function, name, seen, depth + 1)
-    for key, part in list(itertools.islice(parts.items(), _MAX_PARTS)):
+    for key, part in list(itertools.islice(items_of(parts), _MAX_PARTS)):
         yield from held(holder, key, part, f"{name}.{key}", seen, depth)
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from holdfast.adapters.zero_lines.reach.attributes import is_iterator
 from holdfast.adapters.zero_lines.reach.walk import STANDING
+from holdfast.checkpoint.containers import parts_of
 from holdfast.checkpoint.entries.rng import random_state
 
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, *STANDING)
@@ -50,7 +51,7 @@ def why_no_state(path: str, value: Any) -> str:
 def never_changes(value: Any) -> bool:
     """Tell whether this keeps nothing from one step to the next, or what `reach.py` sees."""
     if isinstance(value, tuple | frozenset):
-        return all(never_changes(part) for part in value)
+        return all(never_changes(part) for part in parts_of(value))
     if is_iterator(value) and not isinstance(value, type):
         return False
     if isinstance(value, Dataset):

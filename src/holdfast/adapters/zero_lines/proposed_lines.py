@@ -37,9 +37,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.adapters.zero_lines.accelerate_lines import MODULE, Wrapped, wrapped_by
 from holdfast.adapters.zero_lines.reach.attributes import attributes_of, is_progress_bar
-from holdfast.adapters.zero_lines.reach.plain_values import is_plain, parts_of
+from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.events import Events
+from holdfast.checkpoint.containers import items_of
 from holdfast.checkpoint.entries.carried_tensors import is_carried
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.state.stateful import is_stateful
@@ -385,7 +386,7 @@ class _Text:
 
     def _visit_parts(self, found: _Found, path: str, value: Any, seen: dict[int, Any], depth: int) -> None:
         if isinstance(value, list | tuple | dict):
-            parts = [*parts_of(value)]
+            parts = [*items_of(value)]
             for key, part in parts if len(parts) <= MAX_PARTS else ():
                 self._visit(found, f"{path}[{key!r}]", part, seen, depth)
         elif self._reach.is_of_user(value) and not _is_code(value):

@@ -428,7 +428,6 @@ class Checkpointer:
             return never(step, wanted, "the first steps are made again")
         run, step = self._running(), whole_number(step)
         run.state.carried.require(step, run.start)
-        run.state.gradients.note()
         with self._saves:
             if run.last is not None and step < run.last.version.step:
                 raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
@@ -437,6 +436,9 @@ class Checkpointer:
                     f"step {step} is saved already, and an optimizer made a step since",
                     remedy="number saves by a count that grows with every optimizer step, not by epochs",
                 )
+            if (step, run.saver.fence.num_steps) != (run.state_step, run.optimizer_steps):
+                # Else what lived was noted when it was reported. By now the next backward pass may be under way, also in another thread.
+                run.state.gradients.note()
             run.at(step)
             with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
                 return self._save(run, step, wanted, places, why=why)

@@ -60,12 +60,15 @@ class StopSignal:
         """Gives SIGTERM back to whoever had it; if that was nobody, and it has arrived, another one is ignored.
 
         A scheduler may tell every process of a job, and so may a launcher: the second must not kill a rank on its way out.
+        A handler that the script has set meanwhile stays.
         """
         if self._installed and threading.current_thread() is threading.main_thread():
+            self._installed = False
+            if not isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignal):
+                return
             before = self._before if self._before is not None else signal.SIG_DFL
             # Ignored, not handled: the interpreter's end gives handlers up and would leave the default.
             signal.signal(signal.SIGTERM, signal.SIG_IGN if self.arrived and before == signal.SIG_DFL else before)
-            self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._owner:

@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from holdfast.base.installed import is_installed
+from holdfast.checkpoint.containers import items_of, length_of, parts_of
 from holdfast.checkpoint.entries.rng import random_state
 
 # How far a dataset is looked into.
@@ -92,7 +93,7 @@ class Look:
                     numbers = [name for name, part in meant.items() if type(part) in (int, float)]
                     self.numbers += [(f"{base}.{name}", where, name, where[name]) for name in numbers]
                 left += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value, held)]
-            if isinstance(value, (*_LISTS, dict)) and _length(value) > _WIDE:
+            if isinstance(value, (*_LISTS, dict)) and length_of(value) > _WIDE:
                 long.append(path)
         for path in long:
             self._is_long(path + "[")
@@ -139,7 +140,7 @@ class Beside:
         """
         for name, (was, length) in self._was.items():
             value = self._held.get(name)
-            if value is was and (length is None or _length(value) == length):
+            if value is was and (length is None or length_of(value) == length):
                 continue
             if (isinstance(was, bool) or was is None) and isinstance(value, bool | int | str):
                 return name
@@ -154,7 +155,7 @@ class Beside:
 
 
 def _mark(value: Any) -> tuple[Any, int | None]:
-    return value, _length(value) if isinstance(value, _HOLDERS) else None
+    return value, length_of(value) if isinstance(value, _HOLDERS) else None
 
 
 def _number(held: dict[str, Any], name: str) -> Any:
@@ -170,27 +171,14 @@ def _put(held: dict[str, Any], name: str, value: Any) -> None:
     held[name] = value
 
 
-def _length(value: Any) -> int:
-    """Returns how many parts lie in a list, tuple, deque, dict or set."""
-    return int(_plain(value).__len__(value))
-
-
-def _plain(value: Any) -> Any:
-    """Returns the class of Python's that such a value is of: the methods of a subclass may read files, or draw."""
-    return next(kind for kind in _HOLDERS if isinstance(value, kind))
-
-
-def _first(value: Any) -> Iterator[Any]:
-    length = _length(value)
-    parts = dict.items(value) if isinstance(value, dict) else _plain(value).__iter__(value)
-    return itertools.islice(parts, length if length <= _WIDE else _FEW)
+def _first(value: Any) -> Iterator[tuple[Any, Any]]:
+    length = length_of(value)
+    return itertools.islice(items_of(value), length if length <= _WIDE else _FEW)
 
 
 def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
     """Yields what lies in a value that is not too wide, with what is added to its path."""
-    if isinstance(value, _LISTS):
-        yield from ((f"[{at}]", part) for at, part in enumerate(_first(value)))
-    elif isinstance(value, dict):
+    if isinstance(value, (*_LISTS, dict)):
         yield from ((f"[{key!r}]", part) for key, part in _first(value))
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
@@ -264,9 +252,9 @@ def _in_list(value: Any) -> Any:
             return None
     if hasattr(value, "tobytes") and hasattr(value, "nbytes"):
         return xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= 8 * _LONG else None
-    if not isinstance(value, (*_LISTS, dict)) or _length(value) > _LONG:
+    if not isinstance(value, (*_LISTS, dict)) or length_of(value) > _LONG:
         return None
-    numbers = list(dict.values(value) if isinstance(value, dict) else _plain(value).__iter__(value))
+    numbers = list(parts_of(value))
     return numbers if all(type(each) in (int, float) for each in numbers) else None
 
 
@@ -290,6 +278,8 @@ def _read_counts(kind: type) -> tuple[frozenset[str], frozenset[str]]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(each))) if each is not object else ast.Module([], [])
         except (OSError, TypeError, SyntaxError, ValueError):
             continue
+        for method in _methods(tree):
+            _call_self(method)
         begins = {
             node
             for method in ast.walk(tree)
@@ -305,6 +295,25 @@ def _read_counts(kind: type) -> tuple[frozenset[str], frozenset[str]]:
             if node not in begins:
                 others |= _own(_whole(_written(node)))
     return frozenset(found), frozenset(lists - others)
+
+
+def _methods(tree: ast.AST) -> list[ast.FunctionDef]:
+    """Returns the functions of classes that are called with an object of theirs."""
+    functions = [each for kind in ast.walk(tree) if isinstance(kind, ast.ClassDef) for each in kind.body]
+    return [each for each in functions if isinstance(each, ast.FunctionDef) and not _has_no_object(each)]
+
+
+def _has_no_object(function: ast.FunctionDef) -> bool:
+    named = {each.id for each in function.decorator_list if isinstance(each, ast.Name)}
+    return not named.isdisjoint({"staticmethod", "classmethod"})
+
+
+def _call_self(method: ast.FunctionDef) -> None:
+    """Gives the object that a method is called with the name `self`, whatever the method calls it: its first parameter."""
+    first = next((each.arg for each in (*method.args.posonlyargs, *method.args.args)), "self")
+    for node in ast.walk(method) if first != "self" else ():
+        if isinstance(node, ast.Name) and node.id in (first, "self"):
+            node.id = "self" if node.id == first else ""
 
 
 def _written(node: ast.AST) -> list[ast.AST]:

@@ -12,6 +12,10 @@ are as its next epoch found them.
 What workers draw themselves is noted by them (`worker_draws`), unless what was had is loaded again (`loads_again`). Of several
 iterators at one time the place is that of the newest.
 
+Loaders may share a generator. What another one drew since it went on at its place, or for an epoch that it began since and is in, stays
+when a place is taken up. Of an epoch that is over, or that has no order yet, only the script knows whether it has it again: what was drawn
+for that is undone and told.
+
 Nothing here may be part of a cycle of references with an iterator that has workers: it would be ended by the garbage collector, which
 ends its queues first, and torch would wait five seconds for each worker.
 """
@@ -44,11 +48,17 @@ logger = logging.getLogger(__name__)
 _GENERATORS = "holdfast.generators"
 # Under which attribute a loader keeps what knows its place.
 _PLACE = "_holdfast_place"
+# All places: their loaders may share generators.
+_PLACES: weakref.WeakSet[LoaderPlace] = weakref.WeakSet()
 # Who draws between two batches does so at the second one, or at one soon behind it.
 _WATCHED = 64
 _NO_ORDER = (
     "the loader goes on after %d batches, but its workers hand them out in no order (in_order=False): a part of this epoch may be had twice, "
     "and another part not at all"
+)
+_SHARED = (
+    "a loader goes on at its place and shares its generator with another loader, which has begun an epoch since the restart: what that one drew "
+    "is undone, so the orders of later epochs may not be those of the run that saved; give each loader a generator of its own"
 )
 # Samplers that draw everything before their first index.
 _AT_ONCE = (
@@ -151,8 +161,12 @@ class LoaderPlace:
         self._newest: weakref.ref[_Counted] | None = None
         self._had, self._order, self._began = 0, "", dict[str, Any]()
         self._ready: dict[str, Any] | None = (
-            None  # the process's generators, once the newest iterator was made; None: it has drawn
+            None  # all generators, once the newest iterator was made; None: it has drawn
         )
+        self._anew, self._went_on = (
+            False,
+            False,
+        )  # since the restart: one that goes on at no place has begun; one at a place
         self._again = False  # the newest iterator is one that stays, and has begun another time
         self._stays = False  # there is one that stays, or was in the run that saved
         self._saved: dict[str, Any] = {}
@@ -162,6 +176,7 @@ class LoaderPlace:
         self._drawn: dict[str, Any] | None = None  # by the workers of the newest iterator, when it was asked last
         self._told_left = False
         self._told = False  # of what workers keep and nobody notes
+        _PLACES.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the loader has a place of its own."""
@@ -209,6 +224,7 @@ class LoaderPlace:
         self._newest = None
         vars(self.loader)["_iterator"] = None  # of workers that stay
         self._had, self._order, self._began, self._saved = 0, "", {}, {}
+        self._anew, self._went_on = False, False
         self._again, self._stays = False, state.get("stays", False)
         self._workers, self._drawn = state.get("workers"), None
         self._set_own(state["own"])
@@ -256,8 +272,8 @@ class LoaderPlace:
         """
         if self._is_newest(counted) and self._ready is not None:
             ready, self._ready = self._ready, None
-            if not same(now := ProcessRandomness().state_dict(), ready):
-                self._began["drew"] = {"process": now, "own": self._own()}
+            if not same(now := self._generators(), ready):
+                self._began["drew"] = now
 
     def handed(self, counted: _Counted, indices: str) -> None:
         """One more batch was handed out; `indices` as text."""
@@ -272,10 +288,10 @@ class LoaderPlace:
 
     def begun(self, counted: _Counted, *, again: bool) -> None:
         """An iterator begins, for the first time or `again`, and draws its first numbers behind this."""
-        self._newest, self._again, self._ready = weakref.ref(counted), again, None
+        self._newest, self._anew, self._again, self._ready = weakref.ref(counted), True, again, None
         self._stays = self.loader.num_workers > 0 and self.loader.persistent_workers
         self._had, self._order = 0, ""
-        self._began = {"process": ProcessRandomness().state_dict(), "own": self._own()}
+        self._began = self._generators()
 
     def _iterator(self) -> Iterator[Any]:
         saved, self._saved = self._saved, {}
@@ -285,12 +301,13 @@ class LoaderPlace:
             self.begun(counted, again=again)
             counted.begin(self._made(counted, 0))
             if not counted.has_drawn:  # workers are asked for their first batches at once
-                self._ready = ProcessRandomness().state_dict()
+                self._ready = self._generators()
             return counted
         process = ProcessRandomness()
-        now = process.state_dict()
+        now, own = process.state_dict(), self._own()
         self._go_back(saved["began"])
         self.begun(counted, again=again)
+        self._anew, self._went_on = False, True
         if "drew" in saved["began"]:
             self._began["drew"] = saved["began"]["drew"]
         had = saved["had"]
@@ -318,7 +335,27 @@ class LoaderPlace:
             )
         process.load_state_dict(now)
         self._set_own(saved["own"])
+        self._keep_draws_of_others(own, saved["own"])
         return counted
+
+    def _keep_draws_of_others(self, before: list[Any], saved: list[Any]) -> None:
+        """Generators that another loader has drawn from are as they were `before` this one went on at its place."""
+        for generator, here, then in zip(_generators_of(self.loader), before, saved, strict=False):
+            others = [place for place in _PLACES if place is not self and place.shares(generator)]
+            if any(place.has_drawn_on() for place in others):
+                generator.set_state(here)
+            elif any(place._anew for place in others) and not torch.equal(here, then):
+                logger.warning(_SHARED)
+
+    def shares(self, generator: torch.Generator) -> bool:
+        """Tell whether the loader draws from a generator."""
+        loader = self._loader()
+        return loader is not None and any(each is generator for each in _generators_of(loader))
+
+    def has_drawn_on(self) -> bool:
+        """Tell whether all that the loader drew since the restart was drawn behind the save."""
+        newest = self._newest() if self._newest is not None else None
+        return self._went_on or (self._anew and newest is not None and newest.has_drawn and bool(self._began))
 
     def _made(self, counted: _Counted, skipped: int) -> Iterator[Any]:
         """Returns an iterator of torch's whose sampler tells what it hands out."""
@@ -372,6 +409,9 @@ class LoaderPlace:
         """All generators are as they were when an iterator began."""
         ProcessRandomness().load_state_dict(began["process"])
         self._set_own(began["own"])
+
+    def _generators(self) -> dict[str, Any]:
+        return {"process": ProcessRandomness().state_dict(), "own": self._own()}
 
     def _own(self) -> list[Any]:
         states = [generator.get_state() for generator in _generators_of(self.loader)]

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.containers import items_of
 
 _HOOKS = "_optimizer_step_pre_hooks"
 
@@ -83,10 +84,8 @@ def _held(holder: Optimizer) -> Iterator[tuple[str, Optimizer]]:
         items: Iterable[tuple[Any, Any]] = ()
         if isinstance(value, Optimizer):
             yield name, value
-        elif isinstance(value, list | tuple):
-            items = enumerate(value)
-        elif isinstance(value, dict):
-            items = value.items()
+        elif isinstance(value, list | tuple | dict):
+            items = items_of(value)
         yield from ((f"{name}.{key}", item) for key, item in items if isinstance(item, Optimizer))
 
 

@@ -194,7 +194,7 @@ class State:
         if both := [name for name in transient.tensors if name in self._persistent.tensors]:
             raise twice(both[0])
         self._describe(tensors, transient)
-        if self._layouts.allocated:
+        if self._layouts.allocated and not self.gradients.is_elsewhere:
             self._overlooked.look(self._owned.values())
         return Gathered(tensors, transient.values, self._structure, self._storages)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.base.terminal import some_of
+from holdfast.checkpoint.containers import items_of, parts_of
 from holdfast.checkpoint.entries.sharding import local_of, memory_of
 
 logger = logging.getLogger(__name__)
@@ -95,16 +96,15 @@ def token(value: Any, known: Container[object] = ()) -> object:
 def tokens(tree: Any) -> Iterator[object]:
     """Yields the tokens of a tree and of everything in it."""
     yield token(tree)
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    for item in items:
+    for item in parts_of(tree) if isinstance(tree, dict | list | tuple) else ():
         yield from tokens(item)
 
 
 def keys(tree: Any) -> Iterator[str]:
     """Yields the keys of all dicts in a tree that are strings."""
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    yield from (key for key in (tree if isinstance(tree, dict) else ()) if isinstance(key, str))
-    for item in items:
+    for key, item in items_of(tree) if isinstance(tree, dict | list | tuple) else ():
+        if isinstance(key, str):
+            yield key
         yield from keys(item)
 
 
@@ -117,11 +117,7 @@ def _token(value: Any, known: Container[object], left: list[int]) -> object:
     if isinstance(value, torch.Tensor):
         local = local_of(value)
         return None if memory_of(local) in known else _elements(local)
-    items: Iterable[Any] = ()
-    if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list | tuple | deque):
-        items = value
+    items = parts_of(value) if isinstance(value, dict | list | tuple | deque) else ()
     found = [_token(item, known, left) for item in items]
     return tuple(found) if any(item is not None for item in found) else None
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast.checkpoint.containers import parts_of
 from holdfast.checkpoint.entries.sharding import local_of, memory_of
 from holdfast.checkpoint.usage import user_frames
 
@@ -49,7 +50,9 @@ class Given:
     def is_named(self, value: Any) -> bool:
         """Tell whether an object was given by itself, or in a list, not as a part of another one."""
         given = [
-            each for thing in self._objects.values() for each in (thing if isinstance(thing, list | tuple) else [thing])
+            each
+            for thing in self._objects.values()
+            for each in (parts_of(thing) if isinstance(thing, list | tuple) else [thing])
         ]
         return any(value is each for each in given)
 
@@ -84,7 +87,7 @@ def _held(value: Any) -> Iterable[Any]:
         return getattr(value, "_schedulers", ())
     if isinstance(value, _CLOSED):
         return ()
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    items = parts_of(value) if isinstance(value, dict | list | tuple) else ()
     return [*items, *getattr(value, "__dict__", {}).values()]
 
 

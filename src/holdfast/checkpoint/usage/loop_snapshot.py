@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from holdfast.checkpoint.containers import items_of, length_of, parts_of
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.state import unsaved_state
@@ -242,10 +243,8 @@ def _of_epochs(found: Around, names: Mapping[str, Any], given: Given) -> Iterato
 def _held(found: Around, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields path and object of those in containers that the loops read, if the user wrote their class: callbacks in a list."""
     for name, value in list(_things(found, names)):
-        items: Iterable[tuple[Any, Any]] = ()
-        if isinstance(value, list | tuple | dict) and len(value) <= MAX_ITEMS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
+        is_looked_into = isinstance(value, list | tuple | dict) and length_of(value) <= MAX_ITEMS
+        for key, item in items_of(value) if is_looked_into else ():
             if isinstance(key, str | int | Enum) and _has_attributes(item) and _left_in(type(item)) is not None:
                 yield f"{name}[{_written(key)}]", item
 
@@ -344,7 +343,7 @@ def _of_changed(path: str, words: Sequence[str], line: int, value: Any, given: G
             return  # the one is looked at elsewhere, the other is ours
         if given.has(owner) and not isinstance(owner, nn.Module) and not _is_data(owner):
             return  # it hands out what it has
-    parts = value if isinstance(value, list | tuple) else [value]
+    parts = parts_of(value) if isinstance(value, list | tuple) else [value]
     if (given.has(value) and not _is_data(owner)) or all(isinstance(t, torch.Tensor) and given.saves(t) for t in parts):
         return
     if isinstance(value, deque):
@@ -409,7 +408,7 @@ def _classes(value: Any) -> Iterator[type]:
     if isinstance(value, dict | list | tuple) and not isinstance(value, torch.Size):
         if type(value) not in (dict, list, tuple, OrderedDict, Counter):
             yield type(value)
-        for part in value.values() if isinstance(value, dict) else value:
+        for part in parts_of(value):
             yield from _classes(part)
 
 
@@ -443,7 +442,7 @@ def _plain_tokens(names: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in names.items():
         parts = {} if isinstance(value, type | ModuleType) else _attributes(value)
         for path, part in ((name, value), *((f"{name}.{key}", part) for key, part in parts.items())):
-            is_large = isinstance(part, dict | list | tuple) and len(part) > MAX_EARLY
+            is_large = isinstance(part, dict | list | tuple) and length_of(part) > MAX_EARLY
             if not is_large and kind_of(part):
                 yield path, _token(part)
 
@@ -463,8 +462,8 @@ def kind_of(value: Any) -> str:
         return "a text"
     if _is_numpys(value):
         return "an array of NumPy"
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return f"a {type(value).__name__}" if parts and all(map(kind_of, parts)) else ""
+    has_parts = isinstance(value, dict | list | tuple) and length_of(value) > 0
+    return f"a {type(value).__name__}" if has_parts and all(map(kind_of, parts_of(value))) else ""
 
 
 def _is_numpys(value: Any) -> bool:

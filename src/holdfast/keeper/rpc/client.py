@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.base.errors import KeeperError, KeeperLost, LevelNotReached
 from holdfast.core.model import BundleRef, RankLayout, Seal, Version
 from holdfast.core.pipeline.idle_stats import Idle
@@ -77,7 +79,8 @@ class KeeperClient(KeeperViewer):
         super().__init__(rank)
         self.begun: dict[int, Version] = {}
         self._slots: dict[int, Slot] = {}
-        self._mapped = threading.Condition()  # guards `_slots`; several threads map them
+        self._coming: dict[int, int] = {}  # slots that a thread maps, with its number
+        self._mapped = threading.Condition()  # guards both; several threads map them
         self._is_detached = False
         self._preparing = threading.Lock()
 
@@ -147,6 +150,7 @@ class KeeperClient(KeeperViewer):
             frames.close_fds(self._call(request, messages.Slots, limit_s)[1])
             return ()
         with self._preparing:
+            request = msgspec.structs.replace(request, mapped=self._have())
             reply, fds = self._call(request, messages.Slots, limit_s)
             self._map(reply.sent, fds)
             slots = [self._slot(number, limit_s) for number in reply.slot_ids]
@@ -207,6 +211,7 @@ class KeeperClient(KeeperViewer):
             request = messages.Begin(
                 version=version, num_bytes=num_bytes, durable=durable, timeout_s=asked_s,
                 final=ask_again is None and left_s <= 0, comes_back=comes_back, waited_s=waited_s,
+                mapped=self._have(),
             )  # fmt: skip
             reply, fds = self._call(request, messages.Begun, max(asked_s, LEAST_ANSWER_S) + BEGIN_GRACE_S)
             if reply.slot_id != messages.NO_SLOT:
@@ -277,7 +282,7 @@ class KeeperClient(KeeperViewer):
             CorruptError: a copy is not what its seal says. VersionNotFound: the copy is gone.
             KeeperLost, StorageError: the source does not answer. MemoryRefused: no room.
         """
-        request = messages.Obtain(version=version, fetches=tuple(fetches), timeout_s=timeout_s)
+        request = messages.Obtain(version=version, fetches=tuple(fetches), timeout_s=timeout_s, mapped=self._have())
         reply, fds = self._call(request, messages.Obtained, timeout_s + GRACE_S)
         try:
             refs = {fetch.ref.bundle_id: fetch.ref for fetch in fetches}
@@ -331,15 +336,35 @@ class KeeperClient(KeeperViewer):
             raise KeeperError(f"the keeper announced {len(slot_ids)} new slots and sent {len(fds)} descriptors")
         try:
             for number in slot_ids:
-                slot = Slot.adopt(fds.pop(0), slot_id=number)
-                with self._mapped:
-                    if self._is_detached:  # nobody looks after it any more
-                        slot.close()
-                        raise KeeperLost("the connection is closed")
-                    self._slots[number] = slot
-                    self._mapped.notify_all()
+                self._map_one(number, fds.pop(0))
         finally:
             frames.close_fds(fds)
+
+    def _map_one(self, number: int, fd: int) -> None:
+        me = threading.get_ident()
+        with self._mapped:
+            if number in self._slots or self._coming.get(number, me) != me:  # two answers had it
+                frames.close_fds([fd])
+                return
+            self._coming[number] = me
+        try:
+            slot = Slot.adopt(fd, slot_id=number)
+            with self._mapped:
+                if self._is_detached:  # nobody looks after it any more
+                    slot.close()
+                    raise KeeperLost("the connection is closed")
+                if self._slots.setdefault(number, slot) is not slot:  # a signal's handler has mapped it in between
+                    slot.close()
+                self._mapped.notify_all()
+        finally:
+            with self._mapped:
+                self._coming.pop(number, None)
+
+    def _have(self) -> tuple[int, ...]:
+        """The slots that are mapped here, or that another thread of ours maps: the keeper sends all others."""
+        me = threading.get_ident()
+        with self._mapped:
+            return (*self._slots, *(number for number, thread in self._coming.items() if thread != me))
 
     def _slot(self, number: int, timeout_s: float) -> Slot:
         """A slot that is mapped here, or is being mapped by another thread of ours.

@@ -174,6 +174,7 @@ class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
         num_ready: the answer comes when so many are there; None: all. 0: at once, without any, when the budget allows them.
         put_off: no page is made before somebody waits for a slot: the rank in its next request, or what it restores.
         spare: refused unless the budget has room for the slot that is missing and twice as much again.
+        mapped: slots that the client has. An answer may be lost on its way: the keeper sends the descriptors of all others.
     """
 
     num_bytes: int
@@ -181,6 +182,7 @@ class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
     num_ready: int | None = None
     put_off: bool = False
     spare: bool = False
+    mapped: tuple[int, ...] = ()
 
 
 class Slots(Message, tag="slots", frozen=True, kw_only=True):
@@ -223,6 +225,7 @@ class Begin(Message, tag="begin", frozen=True, kw_only=True):
         final: at the end of the time the version is abandoned; else the answer is NO_SLOT, and the rank may ask again.
         comes_back: abandoned it is only when the rank begins another one, or a few seconds later. The answer is NO_SLOT.
         waited_s: how long it has waited in requests before this one.
+        mapped: slots that the client has.
     """
 
     version: Version
@@ -232,6 +235,7 @@ class Begin(Message, tag="begin", frozen=True, kw_only=True):
     final: bool = True
     comes_back: bool = False
     waited_s: float = 0.0
+    mapped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +302,12 @@ class InventoryReply(Message, tag="inventory", frozen=True, kw_only=True):
 
 
 class Obtain(Message, tag="obtain", frozen=True, kw_only=True):
-    """Make these bundles present on this node."""
+    """Make these bundles present on this node. `mapped`: slots that the client has."""
 
     version: Version
     fetches: tuple[Fetch, ...]
     timeout_s: float
+    mapped: tuple[int, ...] = ()
 
 
 class Found(Message, tag="found", frozen=True, kw_only=True):

@@ -221,7 +221,7 @@ class Operations:
                 trainer.brought(request.version, item.source, _length(item.place))
             if not self._parts.trainers.has(trainer):  # it went while we fetched
                 self._let_go(trainer)
-        return _pack(request.id, present, trainer.known)
+        return _pack(request.id, present, request.mapped)
 
     def _release(self, connection: Connection, _: messages.Release) -> None:
         with self._parts.state.lock:
@@ -250,14 +250,14 @@ def _length(place: ImagePlace | PieceOf) -> int:
     return place.length if isinstance(place, PieceOf) else place.seal.length
 
 
-def _pack(request: int, present: list[PresentBundle], known: set[int]) -> Answer:
-    """Return where the bundles are; a slot that the trainer has not mapped is sent read-only, once."""
+def _pack(request: int, present: list[PresentBundle], mapped: tuple[int, ...]) -> Answer:
+    """Return where the bundles are; a slot that the trainer has not mapped is sent read-only."""
     fds: dict[int, tuple[int, int]] = {}
     found = []
     for item in present:
         slot, number, place = item.held.slot, -1, item.place
         piece = place if isinstance(place, PieceOf) else None
-        if slot.slot_id not in known:
+        if slot.slot_id not in mapped:
             number, _ = fds.setdefault(slot.slot_id, (len(fds), slot.readonly_fd))
         found.append(
             Found(

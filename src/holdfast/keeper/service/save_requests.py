@@ -133,8 +133,7 @@ class SaveRequests:
         state, request, rank = self._state, waiting.request, waiting.trainer.rank
         before = held.version if held.state is SlotState.SEALED and held.layout else None  # not what was fetched
         held.start(request.version, layout=state.layouts[rank].fingerprint, durable=request.durable)
-        fds = () if held.slot.slot_id in waiting.trainer.known else (held.slot.fd,)
-        waiting.trainer.known.add(held.slot.slot_id)
+        fds = () if held.slot.slot_id in request.mapped else (held.slot.fd,)
         begun = Begun(id=request.id, slot_id=held.slot.slot_id, reason=reason)
         if before is not None:
             places = held.before.values()

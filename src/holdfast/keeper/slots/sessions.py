@@ -43,7 +43,6 @@ class Trainer:
 
     Attributes:
         started: when its process started; tells it from a later one with the same pid.
-        known: slots that it has mapped.
         reading: slots that are pinned because it restores from them, once per bundle.
         job_id: the job that it assembled; empty before.
         restored: of the version that it came back from, bytes of images and chunks by source.
@@ -55,7 +54,6 @@ class Trainer:
     rank: int
     connection: Connection
     started: int | None = None
-    known: set[int] = field(default_factory=set)
     reading: list[HeldSlot] = field(default_factory=list)
     job_id: str = ""
     restored: tuple[Version, Counter[str]] | None = None

@@ -126,18 +126,19 @@ class SlotAllocator:
 
     def _answer(self, waiting: _Waiting) -> Answer | None:
         """The reply, once as many slots are there as it asks for. Under the lock."""
-        trainer, request = waiting.trainer, waiting.request
+        request = waiting.request
         if request.num_ready == 0:
             return Answer(Slots(id=request.id, slot_ids=()))
         there = [
-            held for held in self._state.slot_pool.of_rank(trainer.rank) if held.state is not SlotState.UNPOPULATED
+            held
+            for held in self._state.slot_pool.of_rank(waiting.trainer.rank)
+            if held.state is not SlotState.UNPOPULATED
         ]
         fitting = [held for held in there if not held.outgrown and held.slot.num_bytes >= request.num_bytes]
         if len(fitting) < (request.num_ready or request.num_slots):
             return None
-        new = [held.slot for held in there if held.slot.slot_id not in trainer.known]
+        new = [held.slot for held in there if held.slot.slot_id not in request.mapped]
         slot_ids = tuple(held.slot.slot_id for held in there)
-        trainer.known = set(slot_ids)
         slots = Slots(id=request.id, slot_ids=slot_ids, sent=tuple(slot.slot_id for slot in new))
         return Answer(slots, tuple(slot.fd for slot in new))
 
@@ -182,8 +183,7 @@ class SlotAllocator:
                     held.images = {image.ref.bundle_id: image for image in header.images}
                 adopted.append(held)
         with self._state.lock:
-            trainer = self._trainers.of(connection)
-            trainer.known.update(held.slot.slot_id for held in adopted)
+            self._trainers.of(connection)  # refuses one that is gone
             self._state.adopted()
         return Answer(Slots(id=request.id, slot_ids=tuple(held.slot.slot_id for held in adopted)))
 

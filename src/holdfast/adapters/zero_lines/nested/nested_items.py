@@ -32,9 +32,10 @@ from torch.utils.data import DataLoader, Dataset, dataloader
 
 from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data
 from holdfast.adapters.zero_lines.reach.loader_places import rules
-from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, parts_of
+from holdfast.adapters.zero_lines.reach.plain_values import CLOCK
 from holdfast.adapters.zero_lines.reach.walk import workers_stay
 from holdfast.base.installed import is_installed
+from holdfast.checkpoint.containers import items_of, length_of
 from holdfast.checkpoint.loader_workers.worker_draws import has_no_order
 from holdfast.checkpoint.state.dataloader import draws_at_once
 from holdfast.checkpoint.state.stateful import is_stateful
@@ -432,8 +433,8 @@ def _state(token: Any, name: str, value: Any, is_of_user: Callable[[Any], bool],
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         token.update(f"{name}={value!r}".encode())
     elif isinstance(value, (dict, list, tuple, collections.deque)) and depth < _MAX_DEPTH:
-        token.update(f"{name}:{len(value)}".encode())
-        for key, part in itertools.islice(parts_of(value), _MAX_PARTS):
+        token.update(f"{name}:{length_of(value)}".encode())
+        for key, part in itertools.islice(items_of(value), _MAX_PARTS):
             _state(token, str(key), part, is_of_user, depth + 1)
     elif depth < _MAX_DEPTH and is_of_user(value) and not isinstance(value, (nn.Module, Dataset, DataLoader, type)):
         for key, part in sorted(getattr(value, "__dict__", {}).items()):
@@ -477,8 +478,7 @@ def _mapping(token: Any, values: Mapping[str, Any], depth: int) -> None:
         elif type(value) in (list, tuple) and _NUMBERS.issuperset(map(type, value)):
             token.update(f"{name}={len(value)} {hash(tuple(value))}".encode())  # numbers: alike in every process
         elif isinstance(value, list | tuple | dict) and depth < _MAX_DEPTH:
-            parts = value if isinstance(value, dict) else {str(i): part for i, part in enumerate(value)}
-            if len(parts) <= 1 << 16:
-                _mapping(token, {str(key): part for key, part in parts.items()}, depth + 1)
+            if length_of(value) <= 1 << 16:
+                _mapping(token, {str(key): part for key, part in items_of(value)}, depth + 1)
         elif hasattr(value, "__next__") and depth < _MAX_DEPTH:
             token.update(digest_of(value, depth + 1).encode())

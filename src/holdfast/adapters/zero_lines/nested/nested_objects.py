@@ -30,8 +30,9 @@ from holdfast.adapters.zero_lines.reach.attributes import (
     is_output,
 )
 from holdfast.adapters.zero_lines.reach.loader_places import has_place
-from holdfast.adapters.zero_lines.reach.plain_values import is_plain, parts_of
+from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.tokens import is_sparse
+from holdfast.checkpoint.containers import items_of
 from holdfast.checkpoint.state.stateful import is_stateful
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -160,7 +161,7 @@ class _Found:
         elif is_stateful(value) and not has_place_in_data(value, self._is_of_user):
             self._stateful(path, value, depth, judge=judge)
         elif isinstance(value, _CONTAINERS):
-            self._parts(path, ((f"[{key!r}]", part) for key, part in parts_of(value)), depth, judge=judge)
+            self._parts(path, ((f"[{key!r}]", part) for key, part in items_of(value)), depth, judge=judge)
         elif isinstance(value, _NAMESPACES) or (self._is_of_user(value) and not _is_code(value)):
             if judge and is_iterator(value):
                 self._refuse(f"nobody can be sure what {path!r}, a {_kind(value)}, keeps from one step to the next")

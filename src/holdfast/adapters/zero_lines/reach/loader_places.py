@@ -38,7 +38,11 @@ def has_place(value: Any) -> bool:
     if torch.get_default_device().type != "cpu":  # its numbers come from there
         return False
     _, size, numbers, cut = _place(value)
-    return size in (-1, _size(value)) and cut in ((), rules(value._index_sampler)) and (bool(numbers) or value._num_yielded == 0)
+    return (
+        size in (-1, _size(value))
+        and cut in ((), rules(value._index_sampler))
+        and (bool(numbers) or value._num_yielded == 0)
+    )
 
 
 class Source:

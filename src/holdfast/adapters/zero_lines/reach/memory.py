@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.adapters.zero_lines.reach import held_arrays
-from holdfast.adapters.zero_lines.reach.plain_values import ATOMS, MAX_DEPTH, parts_of
+from holdfast.adapters.zero_lines.reach.plain_values import ATOMS, MAX_DEPTH
+from holdfast.checkpoint.containers import parts_of
 from holdfast.checkpoint.entries.sharding import local_of
 
 
@@ -30,8 +31,9 @@ def spans_of(thing: Any, depth: int = 0) -> Iterable[held_arrays.Span]:
     elif isinstance(thing, Optimizer):
         yield from spans_of([*thing.state.values(), *thing.param_groups], depth + 1)
     elif isinstance(thing, dict | list | tuple | collections.deque):
-        parts = (part for _, part in parts_of(thing))
-        yield from (span for part in parts if not isinstance(part, ATOMS) for span in spans_of(part, depth + 1))
+        yield from (
+            span for part in parts_of(thing) if not isinstance(part, ATOMS) for span in spans_of(part, depth + 1)
+        )
     elif depth == 0 and hasattr(thing, "__dict__"):  # what it hands out is not looked at
         yield from spans_of(list(vars(thing).values()), depth + 1)
 
@@ -42,5 +44,4 @@ def addresses_in(value: Any, depth: int = 0) -> set[int]:
         return {local_of(value).data_ptr()}
     if depth > MAX_DEPTH or not isinstance(value, dict | list | tuple):
         return set()
-    parts = (part for _, part in parts_of(value))
-    return set().union(*(addresses_in(part, depth + 1) for part in parts if not isinstance(part, ATOMS)))
+    return set().union(*(addresses_in(part, depth + 1) for part in parts_of(value) if not isinstance(part, ATOMS)))

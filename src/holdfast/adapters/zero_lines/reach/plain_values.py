@@ -6,8 +6,9 @@ import collections
 import itertools
 import tempfile
 import types
-from collections.abc import Iterable
 from typing import Any
+
+from holdfast.checkpoint.containers import STANDARD
 
 # Of a container of containers with more elements so many are looked at, of a larger tensor or array so many elements.
 MAX_ELEMENTS, MAX_BYTES, NUM_SPOTS = 16384, 64 << 20, 64
@@ -17,20 +18,6 @@ CLOCK = 1e9
 CONTAINERS = (list, dict, set, collections.deque)
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 ATOM_SET = frozenset(ATOMS)
-# Classes whose own methods say what is in them, and no more.
-_STANDARD = frozenset(
-    (
-        dict,
-        collections.OrderedDict,
-        collections.defaultdict,
-        collections.Counter,
-        list,
-        set,
-        tuple,
-        frozenset,
-        collections.deque,
-    )
-)
 _ASKED = ("__iter__", "__len__", "keys", "values", "items")
 
 
@@ -54,22 +41,11 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 def makes_up_parts(kind: type) -> bool:
     """Tell whether a class of containers says by code of its own what is in it: that may load modules, count, or draw."""
     for part in kind.__mro__:
-        if part in _STANDARD:
+        if part in STANDARD:
             break
         if any(isinstance(vars(part).get(name), types.FunctionType) for name in _ASKED):
             return True
     return False
-
-
-def standard_of(value: Any) -> Any:
-    """Returns the class of Python's that the class of a container is made from."""
-    return next(part for part in type(value).__mro__ if part in _STANDARD)
-
-
-def parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns what a container really has in it, with keys or numbers, whatever its class makes up."""
-    base = standard_of(value)
-    return base.items(value) if isinstance(value, dict) else enumerate(base.__iter__(value))
 
 
 def texts_in(value: Any) -> bool | None:

@@ -71,9 +71,7 @@ from holdfast.adapters.zero_lines.reach.plain_values import (
     is_plain,
     is_vast,
     makes_up_parts,
-    parts_of,
     some_of,
-    standard_of,
     texts_in,
 )
 from holdfast.adapters.zero_lines.reach.tokens import (
@@ -84,6 +82,7 @@ from holdfast.adapters.zero_lines.reach.tokens import (
     token_of_tensor,
 )
 from holdfast.base import config
+from holdfast.checkpoint.containers import items_of, length_of, standard_of
 from holdfast.checkpoint.entries import living_gradients
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.entries.sharding import local_of
@@ -379,10 +378,10 @@ class Walk:
             self._container(path, value, asks, hold)
         elif isinstance(value, tuple | frozenset):
             plain = is_plain(value)
-            self.found.fixed[path] = (kind.__qualname__, token_of(value) if plain else len(value))
+            self.found.fixed[path] = (kind.__qualname__, token_of(value) if plain else length_of(value))
             if plain:
                 self._note_data(path, value, self.found.fixed[path])
-            parts = ((key, part) for key, part in enumerate(value) if not plain or type(part) not in ATOMS)
+            parts = ((key, part) for key, part in items_of(value) if not plain or type(part) not in ATOMS)
             self._each(path, parts, asks=asks)
         elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
             self._array(path, value, hold)
@@ -582,7 +581,7 @@ class Walk:
     def _made_up(self, path: str, value: Any, asks: int) -> None:
         """Looks at what a container really has in it, and at its attributes: its own methods may load modules, count, or draw."""
         self.found.fixed[path] = type(value).__qualname__
-        parts = dict(parts_of(value))
+        parts = dict(items_of(value))
         if isinstance(value, dict):
             put, drop = (functools.partial(getattr(standard_of(value), name), value) for name in ("__setitem__", "pop"))
             self._dict(path, parts, Owner(put, drop), asks)
