@@ -1248,6 +1248,17 @@ for i in range(9):
     "batches that are asked for, drawn by a generator of their own": Case(
         asked("loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator())\nbatches = iter(loader)"),
         "_SingleProcessDataLoaderIter", kills=("1,3",)),
+    "batches that are asked for, of another size from one on": Case(
+        asked(body="if (epoch, i) == (0, 2): loader.batch_sampler.batch_size = 6"), "'batches'", kills=("0,4", "2,3")),
+    "batches of another size from one on": Case(inline(
+        body="if i == 2: loader.batch_sampler.batch_size = 6"), "a sampler's settings change", kills=("1,4",)),
+    "batches of another size from epoch to epoch": Case(
+        inline(behind="loader.batch_sampler.batch_size += 1"), kills=("2,3",)),
+    "tensors of their own with names that are alike": Case(inline(
+        pre="t, _t, t_ = (torch.full((1,), float(k), requires_grad=True) for k in range(3))\n"
+        "other = torch.optim.Adam([t, _t, t_], lr=0.1)",
+        body="other.zero_grad()\n((t - 1) ** 2 + (_t - 3) ** 2 + (t_ + t) ** 2).backward()\nother.step()",
+    ), scale="(t.exp() + _t + t_ * 2).item()", kills=("2,3",)),
     "tensor of its own that an optimizer steps": Case(inline(
         pre="log_alpha = torch.zeros(1, requires_grad=True)\nalpha = log_alpha.exp().item()\nother = torch.optim.Adam([log_alpha], lr=0.1)",
         body="if i % 2:\n    other.zero_grad()\n    (log_alpha.exp() * loss.item()).mean().backward()\n    other.step()\n    alpha = log_alpha.exp().item()",

@@ -454,6 +454,40 @@ def test_another_thread_that_saves_a_reported_step_reads_no_gradient(
     assert set(readers) == {threading.get_ident()}
 
 
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_version_that_another_thread_saves_has_no_gradient_that_lives_and_says_so(
+    make: Make, caplog: pytest.LogCaptureFixture, *, reported: bool
+) -> None:
+    """A backward pass may be adding to them."""
+
+    def train() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        model = torch.nn.Linear(4, 4)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = train()
+    checkpointer: Any = make(every="0", model=model, optimizer=optimizer)
+    checkpointer.restore()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.save(0)
+    model(torch.ones(4)).sum().backward()
+    if reported:
+        checkpointer.step(1)
+    thread = threading.Thread(target=checkpointer.save, args=(1, "durable"))
+    thread.start()
+    thread.join(60)
+    part = checkpointer._run.state.gradients
+    assert bool(part._living) == reported
+    assert ("another thread saves" in caplog.text) != reported
+    checkpointer.flush(60)
+    checkpointer.abandon()
+    model, optimizer = train()
+    assert make(every="0", model=model, optimizer=optimizer).restore() == 2
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "another thread saves" in caplog.text
+
+
 def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

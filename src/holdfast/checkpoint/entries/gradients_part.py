@@ -25,6 +25,7 @@ MUST NOT hold a gradient: its memory is the script's to free.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -97,6 +98,8 @@ class GradientsPart(TransientPart):
         self._reports = self._plain = 0
         self._unreduced = False
         self._left = ""
+        self._thread = 0  # that of the last step of an optimizer
+        self._is_unread = False  # it was told that another thread saves
 
     def build(self, out: Collector) -> None:
         """Nothing lasts; only looks at how the models are wrapped, and what their parameters are called."""
@@ -112,6 +115,7 @@ class GradientsPart(TransientPart):
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
+        self._thread = threading.get_ident()
         if self.off:  # nor may a parameter get a hook: zero lines would take it for one that the script came to have
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -137,6 +141,15 @@ class GradientsPart(TransientPart):
         self._stepped, self._sample, self._living, self._zero = set(), {}, {}, ()
         self._reports += 1
         if self.off:
+            return
+        if self.is_elsewhere:
+            self._unreduced, self._plain = False, 0
+            if not self._is_unread:
+                logger.warning(
+                    "another thread saves than the one that trains: of a step that is not reported there (`step`), no gradient can be read, "
+                    "so its version has none that lives on"
+                )
+            self._is_unread = True
             return
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
         if quick and all_stepped:
@@ -165,6 +178,11 @@ class GradientsPart(TransientPart):
         self._plain = self._plain + 1 if all_stepped and not self._living and not self._zero else 0
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Return whether another thread makes the steps: a backward pass there may write gradients, and torch bears no read meanwhile."""
+        return self._thread not in (0, threading.get_ident())
+
+    @property
     def _is_quick(self) -> bool:
         return self._plain >= FULL_FIRST and self._reports % FULL_EVERY != 0
 
@@ -179,7 +197,7 @@ class GradientsPart(TransientPart):
 
     def fits(self, most: int) -> bool:
         """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""
-        return all(grad.is_cpu for grad in self._grads()) and self.num_bytes <= most and not self.why_lost
+        return not self.why_lost and all(grad.is_cpu for grad in self._grads()) and self.num_bytes <= most
 
     @property
     def num_bytes(self) -> int:
@@ -196,6 +214,8 @@ class GradientsPart(TransientPart):
             return "no rank has reduced them yet"
         if not self._living:
             return ""
+        if self.is_elsewhere:
+            return "another thread saves than the one that trains"
         if not all(p.grad is not None and _is(p.grad, seen) for p, seen in self._living.values()):
             return "they were written or cleared after the step was reported"
         if any(map(fsdp1.units_of, self._modules())):

@@ -21,7 +21,6 @@ The parts: `model_part.py`, `optimizer.py`, `stateful.py`, `entries/rng.py`; whe
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -127,7 +126,6 @@ class State:
         self._still = StillNames()
         self._persistent = Collector(self._layouts)
         self._overlooked = UnsavedStateCheck(self._in_no_version)
-        self._stepping_thread = 0  # that of the last step of an optimizer
         self._owned: dict[str, torch.Tensor] = {}
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
@@ -160,7 +158,6 @@ class State:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step."""
-        self._stepping_thread = threading.get_ident()
         self.gradients.stepped(optimizer)
         for check in self._checks:
             check.stepped(optimizer)
@@ -197,8 +194,7 @@ class State:
         if both := [name for name in transient.tensors if name in self._persistent.tensors]:
             raise twice(both[0])
         self._describe(tensors, transient)
-        # It reads gradients, which a backward pass in another thread may be writing: torch does not bear that.
-        if self._layouts.allocated and self._stepping_thread in (0, threading.get_ident()):
+        if self._layouts.allocated and not self.gradients.is_elsewhere:
             self._overlooked.look(self._owned.values())
         return Gathered(tensors, transient.values, self._structure, self._storages)
 

@@ -113,8 +113,10 @@ class _Bare(nn.Module):
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         for path, leaf in leaves.items():
-            name = re.sub(r"\W+", "_", path).strip("_")
-            self._parameters[name + "_" * (name in self._parameters)] = leaf  # type: ignore[assignment]
+            name = re.sub(r"\W+", "_", path).strip("_") or "_"
+            while name in self._parameters:
+                name += "_"
+            self._parameters[name] = leaf  # type: ignore[assignment]
 
 
 def _outermost(modules: Mapping[int, nn.Module]) -> list[nn.Module]:
