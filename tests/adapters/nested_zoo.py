@@ -1176,6 +1176,41 @@ for epoch in range(3):
         pre="import time\nplace = Place(os.environ['MARK'] + f'.{time.time_ns()}')\nwhere = place.at",
         behind="torch.save(epoch, f'{place.at}/{epoch}.pt')",
     ), shown="len(os.listdir(where)), torch.load(where + '/0.pt')", kills=("0,4", "2,3", "2,6", "end")),
+    "weights that are read from a path that the time of the start names": Case(inline(
+        pre="import pathlib, time\nplace = pathlib.Path(f\"{os.environ['MARK']}.{time.time_ns()}\")\nplace.mkdir()",
+        behind="if epoch == 0: torch.save(model.state_dict(), place / 'best.pt')",
+    ) + "\nmodel.load_state_dict(torch.load(place / 'best.pt'))", "have it come from an argument", kills=("2,3",)),
+    "weights that a function reads where the time of the start says": Case("""
+import time
+def train(to):
+    for epoch in range(3):
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        if epoch == 0: torch.save(model.state_dict(), to + ".pt")
+def main():
+    at = os.environ['MARK'] + f'.{time.time_ns()}'
+    train(at)
+    model.load_state_dict(torch.load(at + ".pt"))
+main()
+""", "have it come from an argument", kills=("2,3",)),
+    "weights that a function writes where the time of the start says": Case("""
+import time
+def main():
+    at = os.environ['MARK'] + f'.{time.time_ns()}'
+    own = os.environ['MARK'] + '.pt'
+    for epoch in range(3):
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        torch.save(model.state_dict(), at)
+        if epoch == 0: torch.save(model.state_dict(), own)
+    model.load_state_dict(torch.load(own))
+main()
+""", kills=("2,3",)),
+    "pipe that is written and read": Case(inline(
+        pre="r, w = os.pipe()\nto = os.fdopen(w, 'w')", body="to.write('ab')\nto.flush()\nos.read(r, 1)",
+    ), "TextIOWrapper", kills=("0,4",)),
     "directory of another start that is gone": Case(OF_START + inline(
         pre="import glob, shutil, time\nfor old in glob.glob(os.environ['MARK'] + '.*'): shutil.rmtree(old)\n"
         "place = Place(os.environ['MARK'] + f'.{time.time_ns()}')\nwhere = place.at",
@@ -1248,6 +1283,17 @@ for i in range(9):
     "batches that are asked for, drawn by a generator of their own": Case(
         asked("loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator())\nbatches = iter(loader)"),
         "_SingleProcessDataLoaderIter", kills=("1,3",)),
+    "batches that are asked for, of another size from one on": Case(
+        asked(body="if (epoch, i) == (0, 2): loader.batch_sampler.batch_size = 6"), "'batches'", kills=("0,4", "2,3")),
+    "batches of another size from one on": Case(inline(
+        body="if i == 2: loader.batch_sampler.batch_size = 6"), "a sampler's settings change", kills=("1,4",)),
+    "batches of another size from epoch to epoch": Case(
+        inline(behind="loader.batch_sampler.batch_size += 1"), kills=("2,3",)),
+    "tensors of their own with names that are alike": Case(inline(
+        pre="t, _t, t_ = (torch.full((1,), float(k), requires_grad=True) for k in range(3))\n"
+        "other = torch.optim.Adam([t, _t, t_], lr=0.1)",
+        body="other.zero_grad()\n((t - 1) ** 2 + (_t - 3) ** 2 + (t_ + t) ** 2).backward()\nother.step()",
+    ), scale="(t.exp() + _t + t_ * 2).item()", kills=("2,3",)),
     "tensor of its own that an optimizer steps": Case(inline(
         pre="log_alpha = torch.zeros(1, requires_grad=True)\nalpha = log_alpha.exp().item()\nother = torch.optim.Adam([log_alpha], lr=0.1)",
         body="if i % 2:\n    other.zero_grad()\n    (log_alpha.exp() * loss.item()).mean().backward()\n    other.step()\n    alpha = log_alpha.exp().item()",

@@ -276,17 +276,48 @@ def test_it_goes_on_with_the_next_batch(name: str, killed: int) -> None:
     assert [next(again) for _ in range(12)] == expected
 
 
+class Handing(DataLoader[Any]):
+    """Hands out its place and goes on there as torchdata's loader does: it begins the epoch again."""
+
+    had, left_out, began = 0, 0, torch.empty(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"had": self.had, "began": self.began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left_out, self.began = state["had"], state["began"]
+
+    def _get_iterator(self) -> Any:
+        had, self.left_out = self.left_out, 0
+        if had:
+            self.generator.set_state(self.began)
+        self.began = self.generator.get_state()
+        rows = super()._get_iterator()
+        for _ in range(had):
+            next(rows)
+        self.had = had
+        return self._counted(rows)
+
+    def _counted(self, rows: Iterator[Any]) -> Iterator[Any]:
+        for batch in rows:
+            self.had += 1
+            yield batch
+        self.had = 0
+
+
 class Pair:
     """A loop over two loaders at once, whose iterators are made before either draws its order.
 
     Args:
         generator: of both; None: that of the process.
+        kinds: classes of the loaders.
     """
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
+    def __init__(self, generator: torch.Generator | None = None, kinds: Any = (DataLoader, DataLoader)) -> None:
         torch.manual_seed(5)
         self.loaders = [
-            DataLoader(TensorDataset(ROWS), size, shuffle=True, drop_last=True, generator=generator) for size in (3, 4)
+            kind(TensorDataset(ROWS), size, shuffle=True, drop_last=True, generator=generator)
+            for kind, size in zip(kinds, (3, 4), strict=True)
         ]
         self.state = State({"one": self.loaders[0], "two": self.loaders[1]}, rank=0, world_size=1)
         self.state.trained()
@@ -335,6 +366,22 @@ def test_loaders_that_are_gone_over_together_go_on_with_their_next_batches(
     again = second.steps()
     assert [next(again) for _ in range(24)] == expected
     assert not caplog.text
+
+
+@pytest.mark.parametrize("kinds", [(Handing, Handing), (Handing, DataLoader), (DataLoader, Handing)])
+def test_loaders_that_hand_out_their_place_may_share_a_generator(kinds: Any) -> None:
+    first, second = (Cycle(own(), kinds) for _ in range(2))
+    steps = first.steps()
+    for _ in range(6):  # the first loader draws when it ends
+        next(steps)
+    saved = save(first.state)
+    expected = [next(steps) for _ in range(24)]
+    for life in (second, second):  # the second time in the same process
+        life.state = State({"one": life.loaders[0], "two": life.loaders[1]}, rank=0, world_size=1)
+        life.state.trained()
+        restore(life.state, saved)
+        again = life.steps()
+        assert [next(again) for _ in range(24)] == expected
 
 
 @pytest.mark.parametrize("shares", [False, True])

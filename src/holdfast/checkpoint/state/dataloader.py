@@ -49,7 +49,9 @@ _GENERATORS = "holdfast.generators"
 # Under which attribute a loader keeps what knows its place.
 _PLACE = "_holdfast_place"
 # All places: their loaders may share generators.
-_PLACES: weakref.WeakSet[LoaderPlace] = weakref.WeakSet()
+_PLACES: weakref.WeakSet[LoaderPlace | OwnPlace] = weakref.WeakSet()
+# In a loader that hands out its place: whether it has gone on at one since the restart.
+_WENT_ON = "_holdfast_went_on"
 # Who draws between two batches does so at the second one, or at one soon behind it.
 _WATCHED = 64
 _NO_ORDER = (
@@ -97,8 +99,12 @@ class OwnPlace:
         loader: the loader.
     """
 
+    # Whether an iterator has begun since the restart that goes on at no place: this loader does not say.
+    began_anew = False
+
     def __init__(self, loader: Any) -> None:
         self._loader = loader
+        _PLACES.add(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the loader hands out, and the generators behind it: to ask may make an iterator, which draws."""
@@ -111,16 +117,29 @@ class OwnPlace:
         self._loader.load_state_dict({key: value for key, value in state.items() if key != _GENERATORS})
         states = state.get(_GENERATORS) or []
         make = self._loader._get_iterator
+        vars(self._loader)[_WENT_ON] = False  # there, for a later restore in this process makes another one of these
 
         def made() -> Any:
             vars(self._loader).pop("_get_iterator", None)
+            generators = _generators_of(self._loader)
+            before = [generator.get_state() for generator in generators]
             iterator = make()
-            for generator, of_one in zip(_generators_of(self._loader), states, strict=False):
+            for generator, of_one in zip(generators, states, strict=False):
                 generator.set_state(of_one)
+            _keep_draws_of_others(self._loader, generators, before, states)
+            vars(self._loader)[_WENT_ON] = True
             return iterator
 
         if states:
             vars(self._loader)["_get_iterator"] = made
+
+    def shares(self, generator: torch.Generator, other: object) -> bool:
+        """Tell whether the loader draws from a generator, and is not `other`."""
+        return self._loader is not other and any(each is generator for each in _generators_of(self._loader))
+
+    def has_drawn_on(self) -> bool:
+        """Tell whether all that the loader drew since the restart was drawn behind the save."""
+        return bool(vars(self._loader).get(_WENT_ON))
 
 
 def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
@@ -128,6 +147,18 @@ def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
     parts = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     found = [getattr(part, "generator", None) for part in parts]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def _keep_draws_of_others(
+    loader: DataLoader[Any], generators: list[torch.Generator], before: list[Any], saved: list[Any]
+) -> None:
+    """Leaves generators that another loader has drawn from as they were `before` this `loader` went on at its place."""
+    for generator, here, then in zip(generators, before, saved, strict=False):
+        others = [place for place in _PLACES if place.shares(generator, loader)]
+        if any(place.has_drawn_on() for place in others):
+            generator.set_state(here)
+        elif any(place.began_anew for place in others) and not torch.equal(here, then):
+            logger.warning(_SHARED)
 
 
 def place_of(loader: DataLoader[Any]) -> LoaderPlace:
@@ -149,6 +180,7 @@ class LoaderPlace:
         loads_again: whether workers load again what was had, for what they draw by themselves.
         doubted: called with what is drawn between two batches, with random numbers that steps use too; None: nobody looks.
         more: an object with a state that the loader's order and items depend on besides; None: there is none.
+        began_anew: whether an iterator has begun since the restart that goes on at no place.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -163,10 +195,8 @@ class LoaderPlace:
         self._ready: dict[str, Any] | None = (
             None  # all generators, once the newest iterator was made; None: it has drawn
         )
-        self._anew, self._went_on = (
-            False,
-            False,
-        )  # since the restart: one that goes on at no place has begun; one at a place
+        self.began_anew = False
+        self._went_on = False  # an iterator has begun at the place that was restored
         self._again = False  # the newest iterator is one that stays, and has begun another time
         self._stays = False  # there is one that stays, or was in the run that saved
         self._saved: dict[str, Any] = {}
@@ -224,7 +254,7 @@ class LoaderPlace:
         self._newest = None
         vars(self.loader)["_iterator"] = None  # of workers that stay
         self._had, self._order, self._began, self._saved = 0, "", {}, {}
-        self._anew, self._went_on = False, False
+        self.began_anew, self._went_on = False, False
         self._again, self._stays = False, state.get("stays", False)
         self._workers, self._drawn = state.get("workers"), None
         self._set_own(state["own"])
@@ -288,7 +318,7 @@ class LoaderPlace:
 
     def begun(self, counted: _Counted, *, again: bool) -> None:
         """An iterator begins, for the first time or `again`, and draws its first numbers behind this."""
-        self._newest, self._anew, self._again, self._ready = weakref.ref(counted), True, again, None
+        self._newest, self.began_anew, self._again, self._ready = weakref.ref(counted), True, again, None
         self._stays = self.loader.num_workers > 0 and self.loader.persistent_workers
         self._had, self._order = 0, ""
         self._began = self._generators()
@@ -307,7 +337,7 @@ class LoaderPlace:
         now, own = process.state_dict(), self._own()
         self._go_back(saved["began"])
         self.begun(counted, again=again)
-        self._anew, self._went_on = False, True
+        self.began_anew, self._went_on = False, True
         if "drew" in saved["began"]:
             self._began["drew"] = saved["began"]["drew"]
         had = saved["had"]
@@ -335,27 +365,18 @@ class LoaderPlace:
             )
         process.load_state_dict(now)
         self._set_own(saved["own"])
-        self._keep_draws_of_others(own, saved["own"])
+        _keep_draws_of_others(self.loader, _generators_of(self.loader), own, saved["own"])
         return counted
 
-    def _keep_draws_of_others(self, before: list[Any], saved: list[Any]) -> None:
-        """Generators that another loader has drawn from are as they were `before` this one went on at its place."""
-        for generator, here, then in zip(_generators_of(self.loader), before, saved, strict=False):
-            others = [place for place in _PLACES if place is not self and place.shares(generator)]
-            if any(place.has_drawn_on() for place in others):
-                generator.set_state(here)
-            elif any(place._anew for place in others) and not torch.equal(here, then):
-                logger.warning(_SHARED)
-
-    def shares(self, generator: torch.Generator) -> bool:
-        """Tell whether the loader draws from a generator."""
+    def shares(self, generator: torch.Generator, other: object) -> bool:
+        """Tell whether the loader draws from a generator, and is not `other`."""
         loader = self._loader()
-        return loader is not None and any(each is generator for each in _generators_of(loader))
+        return loader is not None and loader is not other and any(each is generator for each in _generators_of(loader))
 
     def has_drawn_on(self) -> bool:
         """Tell whether all that the loader drew since the restart was drawn behind the save."""
         newest = self._newest() if self._newest is not None else None
-        return self._went_on or (self._anew and newest is not None and newest.has_drawn and bool(self._began))
+        return self._went_on or (self.began_anew and newest is not None and newest.has_drawn and bool(self._began))
 
     def _made(self, counted: _Counted, skipped: int) -> Iterator[Any]:
         """Returns an iterator of torch's whose sampler tells what it hands out."""

@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, dataloader
 
 from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data
+from holdfast.adapters.zero_lines.reach.loader_places import rules
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK
 from holdfast.adapters.zero_lines.reach.walk import workers_stay
 from holdfast.base.installed import is_installed
@@ -68,6 +69,7 @@ class Items:
         is_taken: whether an iterator of the script is taken item by item.
         staying: iterators of data loaders whose workers stay, and how often these were gone over then.
         loaders: such loaders.
+        cuts: samplers of data loaders, and what they cut their order into batches by as it was begun.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Items:
         self.is_taken = False
         self.staying: list[tuple[Any, int]] = []
         self.loaders: list[DataLoader[Any]] = []
+        self.cuts: list[tuple[Any, tuple[Any, ...]]] = []
         self.doubt = self.refused = ""
         self.begun = _has_begun(iterable)
         self.told = ""
@@ -98,6 +101,8 @@ class Items:
     def __next__(self) -> Any:
         if self._iterator is None:
             self._iterator = self._way.begin()
+        if not self.doubt and any(rules(sampler) != cut for sampler, cut in self.cuts):
+            self.doubt = "a sampler's settings change while its batches are taken"
         return next(self._iterator)
 
     def digest(self) -> str:
@@ -285,6 +290,7 @@ def _loader_iterator(value: Any, items: Items) -> _Way:
     is_map = value._dataset_kind == dataloader._DatasetKind.Map
     size = _size_of(value) if is_map else None
     indices = value._sampler_iter
+    items.cuts.append((value._index_sampler, rules(value._index_sampler)))
     if value._persistent_workers:
         loader = value.loader() if hasattr(value, "loader") else None
         if loader is None:

@@ -37,8 +37,12 @@ def has_place(value: Any) -> bool:
         return False
     if torch.get_default_device().type != "cpu":  # its numbers come from there
         return False
-    _, size, numbers = _place(value)
-    return size in (-1, _size(value)) and (bool(numbers) or value._num_yielded == 0)
+    _, size, numbers, cut = _place(value)
+    return (
+        size in (-1, _size(value))
+        and cut in ((), rules(value._index_sampler))
+        and (bool(numbers) or value._num_yielded == 0)
+    )
 
 
 class Source:
@@ -63,7 +67,7 @@ class Source:
 
 def place(value: Any) -> list[Any]:
     """Returns how many batches were taken, and the random numbers that their order was drawn from."""
-    taken, _, numbers = _place(value)
+    taken, _, numbers, _ = _place(value)
     return [taken, numbers]
 
 
@@ -88,6 +92,13 @@ def put(value: Any, saved: list[Any]) -> None:
         torch.set_rng_state(held)
 
 
+def rules(sampler: Any) -> tuple[Any, ...]:
+    """Returns what a sampler cuts its order into batches by, as these are asked for: a script may set another size in between."""
+    rows = getattr(sampler, "sampler", None) if isinstance(sampler, BatchSampler) else sampler
+    settings = ((sampler, "batch_size"), (sampler, "drop_last"), (rows, "replacement"), (rows, "_num_samples"))
+    return (id(rows), *(getattr(thing, name, None) for thing, name in settings))
+
+
 def _order(value: Any) -> Any:
     """Returns what draws the order, if it draws all of it from torch's own random numbers, as it begins; None if that is not sure."""
     if value._dataset_kind != _DatasetKind.Map or isinstance(value._dataset, MapDataPipe):
@@ -102,14 +113,18 @@ def _size(value: Any) -> int:
 
 
 def _place(value: Any) -> list[Any]:
-    found: list[Any] = vars(value).get(_KEY, [0, -1, b""])
+    found: list[Any] = vars(value).get(_KEY, [0, -1, b"", ()])
     return found
 
 
 def _next_index(iterator: Any) -> Any:
-    if _KEY not in vars(iterator) and _order(iterator) is not None:
-        vars(iterator)[_KEY] = [0, _size(iterator), torch.get_rng_state().numpy().tobytes()]
+    known = _order(iterator) is not None
+    if _KEY not in vars(iterator) and known:
+        numbers = torch.get_rng_state().numpy().tobytes()
+        vars(iterator)[_KEY] = [0, _size(iterator), numbers, rules(iterator._index_sampler)]
     index = next(iterator._sampler_iter)
-    if _KEY in vars(iterator):
-        vars(iterator)[_KEY][0] += 1
+    if (found := vars(iterator).get(_KEY)) is not None:
+        found[0] += 1
+        if not known or found[3] != rules(iterator._index_sampler):
+            found[3] = None  # its batches follow no one rule
     return index
