@@ -1176,6 +1176,41 @@ for epoch in range(3):
         pre="import time\nplace = Place(os.environ['MARK'] + f'.{time.time_ns()}')\nwhere = place.at",
         behind="torch.save(epoch, f'{place.at}/{epoch}.pt')",
     ), shown="len(os.listdir(where)), torch.load(where + '/0.pt')", kills=("0,4", "2,3", "2,6", "end")),
+    "weights that are read from a path that the time of the start names": Case(inline(
+        pre="import pathlib, time\nplace = pathlib.Path(f\"{os.environ['MARK']}.{time.time_ns()}\")\nplace.mkdir()",
+        behind="if epoch == 0: torch.save(model.state_dict(), place / 'best.pt')",
+    ) + "\nmodel.load_state_dict(torch.load(place / 'best.pt'))", "have it come from an argument", kills=("2,3",)),
+    "weights that a function reads where the time of the start says": Case("""
+import time
+def train(to):
+    for epoch in range(3):
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        if epoch == 0: torch.save(model.state_dict(), to + ".pt")
+def main():
+    at = os.environ['MARK'] + f'.{time.time_ns()}'
+    train(at)
+    model.load_state_dict(torch.load(at + ".pt"))
+main()
+""", "have it come from an argument", kills=("2,3",)),
+    "weights that a function writes where the time of the start says": Case("""
+import time
+def main():
+    at = os.environ['MARK'] + f'.{time.time_ns()}'
+    own = os.environ['MARK'] + '.pt'
+    for epoch in range(3):
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        torch.save(model.state_dict(), at)
+        if epoch == 0: torch.save(model.state_dict(), own)
+    model.load_state_dict(torch.load(own))
+main()
+""", kills=("2,3",)),
+    "pipe that is written and read": Case(inline(
+        pre="r, w = os.pipe()\nto = os.fdopen(w, 'w')", body="to.write('ab')\nto.flush()\nos.read(r, 1)",
+    ), "TextIOWrapper", kills=("0,4",)),
     "directory of another start that is gone": Case(OF_START + inline(
         pre="import glob, shutil, time\nfor old in glob.glob(os.environ['MARK'] + '.*'): shutil.rmtree(old)\n"
         "place = Place(os.environ['MARK'] + f'.{time.time_ns()}')\nwhere = place.at",

@@ -31,7 +31,9 @@ SAMPLE = {
     "batches that are asked for": "2,3", "batches that a function asks for": "8", "batches that are asked for, of another loader": "2,3",
     "tensor of its own that an optimizer steps": "2,3", "tensor of its own that is changed by hand": "2,3",
     "batches that are asked for, of another size from one on": "0,4", "tensors of their own with names that are alike": "2,3",
-    "batches of another size from one on": "1,4", "directory of another start that is gone": "2,3", "name that nobody can see to be drawn": "2,3",
+    "weights that are read from a path that the time of the start names": "2,3", "pipe that is written and read": "0,4",
+    "weights that a function reads where the time of the start says": "2,3",
+    "weights that a function writes where the time of the start says": "2,3", "batches of another size from one on": "1,4", "directory of another start that is gone": "2,3", "name that nobody can see to be drawn": "2,3",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3",

@@ -232,6 +232,45 @@ def test_a_handler_that_closes_within_a_save_waits_for_no_other_thread_that_clos
     assert other.fingerprint() == expected
 
 
+@pytest.mark.parametrize("is_due", [True, False])
+def test_a_handler_that_closes_at_the_edge_of_a_save_waits_for_no_other_thread_that_closes(
+    make: Make, monkeypatch: pytest.MonkeyPatch, *, is_due: bool
+) -> None:
+    """Nothing of the save is known yet, or all is: that one waits for its end all the same, up to `close_timeout_s`."""
+    trainee, lost = Trainee(), list[str]()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait()
+    trainee.train()
+
+    def closes() -> None:
+        try:
+            checkpointer.close()
+        except LevelNotReached as error:
+            lost.append(error.what)
+
+    other = threading.Thread(target=closes, daemon=True)
+
+    def strikes(*_: object) -> None:
+        monkeypatch.undo()
+        other.start()
+        eventually(lambda: _is_held(checkpointer._close_lock))
+        closes()
+
+    edge = (checkpointer._run.survivor, "let_go") if is_due else (checkpointer._run.state.gradients, "note")
+    monkeypatch.setattr(*edge, strikes)
+    saves = threading.Thread(target=checkpointer.save, args=(1, "durable"), daemon=True)
+    saves.start()
+    saves.join(DEADLINE_S / 4)
+    assert len(lost) == 1
+    assert lost[0].startswith("another thread closes: this one is in the middle of a save")
+    other.join(DEADLINE_S)
+    assert len(lost) == 1
+    assert checkpointer._run.last.version.step == 1
+    assert checkpointer._run.last.reached is Level.DURABLE
+
+
 @pytest.mark.parametrize("of", ["flush", "step", "wait"])
 def test_a_handler_that_closes_where_its_thread_holds_what_another_one_needs_to_close_does_not_wait(
     make: Make, monkeypatch: pytest.MonkeyPatch, of: str

@@ -7,7 +7,8 @@ carries each plain value that differs from that, and if nothing else differs. `C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from holdfast.tiers.format import values as value_codec
 
 # So many values are compared with those of an earlier start, in so many characters.
 MAX_BEGAN, MAX_TEXT = 500, 200
+_WORD = re.compile(r"\w+")
 # Data under one name in more parts than this is compared as one.
 MAX_PARTS = 64
 # More of plain values is not kept with every step.
@@ -73,6 +75,7 @@ class Changes:
         self._home = f"{home}." if home else ""
         self.before = before
         self._places = self.before.places
+        self.local: Mapping[str, tuple[str, str]] = {}
         self._data: dict[frozenset[str], dict[str, str]] = {}
 
     def now(self) -> Changed:
@@ -151,12 +154,16 @@ class Changes:
                 found[path] = (kind, owner, key)
         return found
 
-    def began(self, used: Container[str], bounds: Container[str]) -> dict[str, str]:
+    def began(
+        self, used: Container[str], bounds: Container[str], reread: frozenset[str] = frozenset()
+    ) -> dict[str, str]:
         """Returns the numbers and texts, by path, that the loop reads and that stood before it began.
 
         Args:
             used: names that the loop reads.
             bounds: paths that say how far it counts, which may be others at every start.
+            reread: names that may hold the time of the start, where files are read by one: then paths, lists, dicts and names of functions
+                count too.
         """
         found: dict[str, str] = {}
         for path, leaf in self.before.leaves.items():
@@ -165,7 +172,21 @@ class Changes:
             value = leaf.value() if root in used and path not in bounds and len(found) < MAX_BEGAN else None
             if type(value) in (bool, int, str) or (type(value) is float and value < CLOCK):
                 found[path] = repr(value)[:MAX_TEXT]
+        for path, text in self._texts() if reread else ():
+            if reread.intersection(_WORD.findall(path)) and len(found) < MAX_BEGAN:
+                found.setdefault(self._place(path), text[:MAX_TEXT])
         return found
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """Yields all texts, paths, and lists and dicts with such, by their path."""
+        look = self.before
+        yield from ((path, token) for path, (kind, token) in self.local.items() if kind == "str")
+        for path, token in look.fixed.items():
+            if isinstance(token, tuple) and (token[0] is str or str(token[0]).endswith("Path")):
+                yield path, str(token[1])
+        for path, leaf in look.leaves.items():
+            if texts := list(_strings(leaf.value())):
+                yield path, repr(texts[0] if len(texts) == 1 else texts)
 
     def carried(self, rows: Iterable[Sequence[Any]]) -> dict[str, tuple[Any, Any]]:
         """Returns, by the path that `began` has it under, each value of these rows that stood before the loop, and what is there now."""
@@ -269,6 +290,14 @@ class Changes:
             except HoldfastError:
                 return repr(row[0]) + self._where(row[0])
         return str(error)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yields the texts in a plain value."""
+    if type(value) is str:
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        yield from (text for part in (value.values() if isinstance(value, dict) else value) for text in _strings(part))
 
 
 def _lies_in(path: str, places: frozenset[str]) -> bool:

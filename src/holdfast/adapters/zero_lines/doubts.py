@@ -221,7 +221,7 @@ class Doubts(ABC):
             if self._is_of_start(path, state):
                 self.put_back.append(path)
                 continue
-            of_start = are_alike(token, self._began[path]) and token[:1] in "'\""
+            of_start = are_alike(token, self._began[path]) and "'" in token.replace('"', "'")
             return (
                 f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
                 f"have gone on from a file of its own"

@@ -24,7 +24,7 @@ from typing import Any
 
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, facts, find_nested
 from holdfast.adapters.zero_lines.script_text import HOOK, imported, scope_of
-from holdfast.checkpoint.usage.clock_names import names_of_start, of_start
+from holdfast.checkpoint.usage.clock_names import finds_files, names_of_start, of_start
 
 # So many modules are looked at.
 _MAX_MODULES = 200
@@ -67,9 +67,9 @@ def find_in_modules(script: str, source: str) -> OwnLoops | None:
 def with_own_modules(nest: Nest, script: str, source: str) -> Nest:
     """Returns the same loops, with what the script and its own modules say together of names that hold the time of the start."""
     found = _own_trees(script, source).values()
-    return replace(
-        nest, started=names_of_start([ast.parse(source), *(tree for _, text, tree in found if of_start(text))])
-    )
+    trees = [ast.parse(source), *(tree for _, text, tree in found)]
+    started = names_of_start([trees[0], *(tree for _, text, tree in found if of_start(text))])
+    return replace(nest, started=started, reread=finds_files(trees, started))
 
 
 def _own_trees(script: str, source: str) -> dict[str, tuple[str, str, ast.Module]]:

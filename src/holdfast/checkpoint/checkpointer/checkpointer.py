@@ -549,7 +549,7 @@ class Checkpointer:
     @property
     def _is_within(self) -> bool:
         """Return whether this thread is in the middle of a save, or holds what a thread that closes needs."""
-        if self._saving == threading.get_ident():
+        if self._saves._is_owned():  # type: ignore[attr-defined]
             return True
         run = self._run
         return run is not None and (run.durables.is_held or run.saver.fence.is_held)

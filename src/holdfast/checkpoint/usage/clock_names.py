@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, stored
 
 # Words of what draws a name for a run.
-_DRAWN = {"uuid1", "uuid4", "token_hex", "token_urlsafe"}
+_DRAWN = {"uuid1", "uuid4", "token_hex", "token_urlsafe", "mkdtemp", "TemporaryDirectory", "getpid"}
+# What reads a file begins with one of these words, or opens it so.
+_READERS = ("load", "read", "resume", "restore", "from_", "imread", "safe_open", "open")
+_WRITING = re.compile(r"[wax][bt]?")
 _OF_START = re.compile(rf"\b({'|'.join(sorted(CLOCKS | _DRAWN))})\b")
 
 
@@ -42,6 +45,28 @@ def names_of_start(trees: Sequence[ast.Module]) -> frozenset[str]:
         if not new:
             return frozenset(found)
         found |= new
+
+
+def finds_files(trees: Sequence[ast.Module], started: Container[str]) -> bool:
+    """Tell whether a script finds files that it reads by one of these names: `torch.load(run / "best.pt")`."""
+    calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call) and _reads(node))
+    parts = (part for call in calls for part in _given_to(call))
+    return any(last_name(node) in started for part in parts for node in ast.walk(part))
+
+
+def _reads(call: ast.Call) -> bool:
+    """Tell whether a call may read a file: it is called so, and opens none for writing alone."""
+    name = last_name(call.func)
+    if not name.startswith(_READERS) or name == "load_state_dict":
+        return False
+    texts = (part.value for part in _given_to(call) if isinstance(part, ast.Constant) and isinstance(part.value, str))
+    return name != "open" or not any(map(_WRITING.fullmatch, texts))
+
+
+def _given_to(call: ast.Call) -> list[ast.expr]:
+    """Returns what a call is given, with the object that it is a method of."""
+    own = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    return [*own, *call.args, *(word.value for word in call.keywords)]
 
 
 def clock_names(tree: ast.Module, *, meters: bool = False) -> frozenset[str]:

@@ -257,6 +257,7 @@ class Looker:
         } | self._texts_of_start(outermost)
         entry = Entry(site, frame, before, self._changes((), before, always))
         entry.changes = self._changes([*entries, entry], before, always)
+        entry.changes.local = now.local
         entry.made = {
             path: xxhash.xxh3_64_hexdigest(repr(token).encode())
             for path, token in now.fixed.items()

@@ -375,7 +375,9 @@ class _Run:
         self._events = events
         self._nest, self._root, self._looker, self._group = nest, root, looker, group
         self._outermost = outermost
-        began = outermost.changes.began(nest.used, nest.bounds) if nest.reads_files else {}
+        began = {}
+        if nest.reads_files:
+            began = outermost.changes.began(nest.used, nest.bounds, nest.started if nest.reread else frozenset())
         self._state = NestedState(nest, outermost, began, group)
         self._state.events = events
         self._state.root = root

@@ -24,6 +24,7 @@ from holdfast.adapters.zero_lines.objects import Kept, never_changes, why_no_sta
 from holdfast.adapters.zero_lines.reach.attributes import (
     added_to,
     attributes_of,
+    has_a_reader,
     has_place_in_data,
     is_attributes,
     is_iterator,
@@ -170,7 +171,7 @@ class _Found:
             self._of_library(path, value, depth, judge=judge)
 
     def _of_library(self, path: str, value: Any, depth: int, *, judge: bool) -> None:
-        if is_output(value):
+        if is_output(value) and not has_a_reader(value):
             self._parts(path, ((f".{name}", part) for name, part in added_to(value).items()), depth, judge=judge)
         elif is_attributes(value):
             self._parts(path, _attributes(value), depth, judge=False)

@@ -34,7 +34,7 @@ from holdfast.adapters.zero_lines.script_text import (
     words_in,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
-from holdfast.checkpoint.usage.clock_names import clock_names, names_of_start
+from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, names_of_start
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 # The number of the turn of what was a `while`.
@@ -96,6 +96,7 @@ class Nest:
         reads_clock: whether the script reads a clock.
         clocked: names that may hold what a clock told.
         started: names and attributes that may hold the time of the start, or a name that was drawn for it.
+        reread: whether the script finds files that it reads by one of these.
         reads_files: whether the script calls something that may have it go on from a file of its own.
         bounds: names and attributes that say how far loops count.
         retains: whether the script speaks of graphs that outlive a backward pass.
@@ -111,6 +112,7 @@ class Nest:
     reads_clock: bool
     clocked: frozenset[str]
     started: frozenset[str]
+    reread: bool
     reads_files: bool
     bounds: frozenset[str]
     retains: bool
@@ -153,6 +155,7 @@ def find_nested(source: str) -> Nest | str:
     used = {name for part in (*kept, *functions) for name in loaded([part])}
     heads = [node for loop in kept for node in ast.walk(loop.iter)]
     bounds = {ast.unparse(node) for node in heads if isinstance(node, ast.Attribute | ast.Name)}
+    started = names_of_start([tree])
     nest = Nest(
         tree,
         tuple(sites),
@@ -161,7 +164,8 @@ def find_nested(source: str) -> Nest | str:
         pops=any(isinstance(node, ast.Attribute) and node.attr == "pop" for node in ast.walk(tree)),
         reads_clock=bool(words & CLOCKS),
         clocked=clock_names(tree),
-        started=names_of_start([tree]),
+        started=started,
+        reread=finds_files([tree], started),
         reads_files=reads_files(words),
         bounds=frozenset(bounds),
         retains=_retains(ast.walk(tree)),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import io
 import multiprocessing.process
+import os
+import stat
 import subprocess
 import sys
 import threading
@@ -36,6 +39,23 @@ def is_output(value: Any) -> bool:
     if isinstance(value, io.IOBase) and home.partition(".")[0] in sys.stdlib_module_names:
         return not value.closed and value.writable() and not value.readable()
     return is_progress_bar(value) or home.startswith(_WRITERS)
+
+
+def has_a_reader(value: Any) -> bool:
+    """Tell whether what is written to a file may be read by a program, this one too: in memory, or at the other end of a pipe or a socket."""
+    if not isinstance(value, io.IOBase):
+        return False
+    try:
+        where = os.fstat(value.fileno())
+    except (OSError, ValueError, AttributeError):
+        return True
+    if not (stat.S_ISFIFO(where.st_mode) or stat.S_ISSOCK(where.st_mode)):
+        return False
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(where, os.fstat(stream)):
+                return False
+    return True
 
 
 def silence_writers() -> None:
