@@ -220,6 +220,15 @@ NONE = {
         f"batches = iter(DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator()))\nfor step in range(7):\n    x, y = next(batches)\n    {STEP}\n",
         "'batches'",
     ),
+    "file that is read": (
+        f"open('rows', 'w').write('1\\n' * 9)\nrows = open('rows')\nfor step in range(9):\n    x, y = data[:]\n    x = x * int(rows.readline())\n    {STEP}\n",
+        "'rows'",
+    ),
+    "file that is read, beside a table": (
+        (f"import csv\nrows = open('rows', 'w+')\na = csv.writer(rows)\nfor step in range(9):\n    a.writerow([step])\n    rows.seek(0)\n    x, y = data[:]\n"
+        f"    x = x * len(rows.read())\n    {STEP}\n"),
+        "'rows'",
+    ),
     "model that is made anew": (
         ("for fold in range(2):\n    net = torch.nn.Linear(4, 3)\n    opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
         f"    for x, y in DataLoader(data, batch_size=4):\n        {STEP}\n    net.seen = [torch.ones(1)]\n"),
@@ -332,7 +341,11 @@ def test_a_refused_script_is_kept_by_the_lines_that_are_said(name: str, tmp_path
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "generator" else [pytest.mark.slow]) for name in NONE]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("generator", "file that is read") else [pytest.mark.slow])
+        for name in NONE
+    ],
 )
 def test_where_no_lines_can_be_given_it_is_said(name: str, tmp_path: Path) -> None:
     body, why = NONE[name]

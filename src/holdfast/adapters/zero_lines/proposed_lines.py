@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.adapters.zero_lines.accelerate_lines import MODULE, Wrapped, wrapped_by
-from holdfast.adapters.zero_lines.reach.attributes import attributes_of, is_progress_bar
+from holdfast.adapters.zero_lines.reach.attributes import attributes_of, has_a_reader, is_output, is_progress_bar
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.events import Events
@@ -59,7 +59,7 @@ _BEYOND = (
 )  # fmt: skip
 _UNSURE, _UNREHEARSED = "nobody can be sure what", "the first steps are not rehearsed"
 # What is only written to.
-_WRITERS = ("a writer,", "a DictWriter,", "a TextIOWrapper,", "a BufferedWriter,", "a SummaryWriter,")
+_WRITERS = ("a writer,", "a DictWriter,", "a SummaryWriter,")
 _CHANGED = re.compile(r"(['\"])(.+?)\1(?: \(line \d+\))? (?:changes in|came to be in|is taken away in|becomes )")
 _NAMES = ("ckpt", "keeper", "holdfast_ckpt")
 _FIRST = ("first", "first_turn", "holdfast_first")
@@ -557,7 +557,9 @@ class _Text:
         for path, holder in objects.holders.values():
             things |= {f"{path}.{key}": value for key, value in attributes_of(holder).items()}
         for path, value in things.items():
-            if id(value) in given or isinstance(value, type | io.IOBase) or is_progress_bar(value):
+            if id(value) in given or isinstance(value, type) or (isinstance(value, io.IOBase) and value.closed):
+                continue
+            if is_output(value) and not has_a_reader(value):
                 continue
             kind = type(value).__qualname__
             if (
