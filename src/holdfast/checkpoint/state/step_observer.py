@@ -87,10 +87,11 @@ class Steps:
         """Return whether a signal's handler calls this in the middle of a step of its thread, which has written a part then. Not in a hook of ours."""
         if threading.get_ident() not in self._inside:
             return False
-        frame, codes = sys._getframe(), set()
+        frame: FrameType | None = sys._getframe()
+        codes = set[CodeType | None]()
         while frame is not None and frame.f_code.co_filename != _AROUND_STEPS:
             codes.add(frame.f_code)
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return frame is not None and _Hook.__call__.__code__ not in codes and not _handlers().isdisjoint(codes)
 
     def close(self) -> None:
