@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import signal
 import threading
@@ -15,6 +16,8 @@ import pytest
 from holdfast.base.errors import KeeperLost, LevelNotReached, MemoryRefused
 from holdfast.core.model import Level
 from holdfast.core.recovery.version_choice import Fetch, Source
+from holdfast.tiers.memory import memory_pages
+from holdfast.tiers.memory import slots as slot_memory
 from keeper.rig import TIMEOUT_S, Rig, Trainer, eventually, reached, save_all
 from keepers_kit import wait_ended
 
@@ -223,3 +226,85 @@ def test_a_slot_that_two_answers_bring_is_mapped_once(make_rig: MakeRig) -> None
     assert trainer.client.prepare(trainer.num_bytes, 2)[0] is slot
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(again)
+
+
+def test_a_slot_that_comes_while_an_earlier_answer_is_mapped_stays(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to `prepare` names one larger slot. Both come to saves of other threads before it is mapped."""
+    [trainer] = make_rig().start()
+    client, large = trainer.client, trainer.num_bytes + (8 << 20)
+    populate, mapping, goes_on = memory_pages.populate, list[int](), threading.Event()
+
+    def slowly(pages: mmap.mmap) -> None:
+        populate(pages)
+        mapping.append(threading.get_ident())
+        if mapping[0] == threading.get_ident():
+            goes_on.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(memory_pages, "populate", slowly)
+    prepared = in_background(lambda: client.prepare(large, 2, num_ready=1))
+    eventually(lambda: mapping)
+    eventually(lambda: "unpopulated" not in states(trainer.rig, 0))
+    begin = functools.partial(client.begin, durable=False, timeout_s=TIMEOUT_S)
+    first, second = (in_background(functools.partial(begin, trainer.version(step), large)) for step in (1, 2))
+    eventually(lambda: len(mapping) == 2)
+    goes_on.set()
+    assert prepared()
+    assert all(slot.view[:1] == b"\0" for slot in (first(), second()))
+
+
+def test_an_error_of_a_handler_while_a_slot_is_mapped_leaves_no_descriptor(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [trainer] = make_rig().start(prepare=False)
+    trainer.client.prepare(trainer.num_bytes, 2, num_ready=0)
+
+    def interrupted(_: mmap.mmap) -> None:
+        raise TimeoutError
+
+    eventually(lambda: "unpopulated" not in states(trainer.rig, 0))
+    before = psutil.Process().num_fds()
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_pages, "populate", interrupted)
+        with pytest.raises(TimeoutError):
+            trainer.begin(1)
+    assert psutil.Process().num_fds() == before
+    trainer.client.abandon(trainer.version(1), "its call was interrupted")
+    reached([trainer], trainer.save(2), Level.CAPTURED)
+
+
+def test_slots_that_are_handed_over_twice_are_adopted_once(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next keeper freezes in between. Two numbers for one memory would be two versions in it."""
+    rig = make_rig()
+    [trainer] = rig.start()
+    for step in (1, 2):
+        reached([trainer], trainer.save(step), Level.CAPTURED)
+    os.kill(trainer.client.welcome.pid, signal.SIGKILL)
+    eventually(lambda: not trainer.client.alive)
+    slots, assembly = trainer.client.detach(), rig.assembly()
+
+    def meet() -> None:
+        trainer.connect()
+        trainer.client.assemble(assembly)
+        trainer.client.register(trainer.layout)
+
+    meet()
+    keeper = trainer.client.welcome.pid
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(slot_memory, "patience_s", lambda _: 0.2)
+            with pytest.raises(KeeperLost, match="did not answer"):
+                trainer.client.adopt(slots)
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    eventually(lambda: states(rig, 0) == ["sealed", "sealed"])
+    trainer.client.close()
+    meet()
+    trainer.client.adopt(slots)
+    trainer.client.resume(1, None)
+    assert states(rig, 0) == ["sealed", "sealed"]
+    assert [slot.slot_id for slot in slots] == [1, 2]
+    assert trainer.client.prepare(trainer.num_bytes, 2) == slots
+    reached([trainer], trainer.save(3), Level.CAPTURED)

@@ -155,7 +155,8 @@ class KeeperClient(KeeperViewer):
             self._map(reply.sent, fds)
             slots = [self._slot(number, limit_s) for number in reply.slot_ids]
             with self._mapped:
-                for number in set(self._slots) - set(reply.slot_ids):  # outgrown, and no longer needed
+                # Outgrown, and no longer needed. What came since we asked is of a later answer, and stays.
+                for number in set(self._slots).intersection(request.mapped).difference(reply.slot_ids):
                     self._slots.pop(number).close()
         return tuple(slot for slot in slots if slot.num_bytes >= num_bytes)
 

@@ -166,26 +166,39 @@ class SlotAllocator:
         rank = connection.greeted.rank
         adopted: list[HeldSlot] = []
         while fds:
-            slot = Slot.adopt(fds.pop(0))
-            try:
-                self._state.slot_pool.budget.reserve(slot.total_bytes, f"adopting a slot of rank {rank}")
-            except BaseException:
-                slot.close()
-                raise
-            header = self._proved(slot, rank)
-            with self._state.lock:
-                held = self._state.slot_pool.add(slot, rank)
-                if header is None:
-                    held.clear()
-                else:
-                    held.state, held.version = SlotState.SEALED, header.version
-                    held.durable, held.layout = header.durable, header.layout
-                    held.images = {image.ref.bundle_id: image for image in header.images}
-                adopted.append(held)
+            adopted.append(self._adopt(Slot.adopt(fds.pop(0)), rank))
         with self._state.lock:
             self._trainers.of(connection)  # refuses one that is gone
             self._state.adopted()
         return Answer(Slots(id=request.id, slot_ids=tuple(held.slot.slot_id for held in adopted)))
+
+    def _adopt(self, slot: Slot, rank: int) -> HeldSlot:
+        """One of them. Who did not get our answer hands it over again: the same memory under two numbers would hold two versions."""
+        with self._state.lock:
+            known = self._state.slot_pool.same_memory(slot, rank)
+        if known is not None:
+            slot.close()
+            return known
+        try:
+            self._state.slot_pool.budget.reserve(slot.total_bytes, f"adopting a slot of rank {rank}")
+        except BaseException:
+            slot.close()
+            raise
+        header = self._proved(slot, rank)
+        with self._state.lock:
+            known = self._state.slot_pool.same_memory(slot, rank)
+            if known is not None:  # by another connection, meanwhile
+                self._state.slot_pool.budget.release(slot.total_bytes)
+                slot.close()
+                return known
+            held = self._state.slot_pool.add(slot, rank)
+            if header is None:
+                held.clear()
+            else:
+                held.state, held.version = SlotState.SEALED, header.version
+                held.durable, held.layout = header.durable, header.layout
+                held.images = {image.ref.bundle_id: image for image in header.images}
+        return held
 
     def _proved(self, slot: Slot, rank: int) -> slot_memory.SlotHeader | None:
         """The header of an adopted slot if it and every image stand."""

@@ -168,6 +168,10 @@ class SlotPool:
                 return held
         return None
 
+    def same_memory(self, slot: Slot, rank: int) -> HeldSlot | None:
+        """The rank's slot that is this memory already, under a number of its own."""
+        return next((held for held in self.of_rank(rank) if held.slot.is_same(slot)), None)
+
     def find(self, version: Version, bundle_id: str, rank: int | None = None) -> tuple[HeldSlot, ImagePlace] | None:
         """A sealed copy of the bundle; the rank's own slot first, then other ranks', then replicas."""
         best: tuple[HeldSlot, ImagePlace] | None = None

@@ -178,10 +178,10 @@ class Slot:
         try:
             header_bytes, num_bytes = _geometry(fd)
             slot = cls(fd, header_bytes, num_bytes, slot_id=slot_id)
-        except BaseException:
+            slot.populate()
+        except BaseException:  # of a signal's handler, for one, which waits for the pages
             os.close(fd)
             raise
-        slot.populate()
         return slot
 
     def populate(self) -> None:
@@ -199,6 +199,10 @@ class Slot:
         if self._readonly < 0:
             self._readonly = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         return self._readonly
+
+    def is_same(self, other: Slot) -> bool:
+        """Return whether both are one memory, mapped twice."""
+        return os.path.sameopenfile(self.fd, other.fd)
 
     def window(self, start: int, length: int) -> memoryview:
         """Bytes [start, start + length) of the whole slot, header included."""
