@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
@@ -137,6 +138,52 @@ def test_a_handler_that_saves_the_same_step_just_before_makes_the_one_save_of_it
     trainee.train()
     checkpointer.save(3).wait()
     checkpointer.close()
+
+
+class _Struck(torch.optim.Optimizer):
+    """A signal comes when one parameter of two is written."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(1.0)
+            signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("memory_budget", ["1GiB", "1KiB"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_what_a_handler_saves_in_the_middle_of_an_optimizers_step_is_given_up(
+    make: Make, caplog: pytest.LogCaptureFixture, memory_budget: str, step: int
+) -> None:
+    """As the step that was reported last, or as the one that is being made: it is neither."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = _Struck([*model.parameters()])
+    struck = list[SaveHandle]()
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        checkpointer: Any = make(model=model, optimizer=optimizer, memory_budget=memory_budget)
+        checkpointer.restore()
+        optimizer.step()
+        checkpointer.step(0)
+        signal.signal(signal.SIGUSR1, lambda *_: struck.append(checkpointer.save(step, "durable")))
+        optimizer.step()
+        reason = "a signal's handler saves in the middle of an optimizer's step"
+        assert [(each.version.step, each.given_up) for each in struck] == [(step, reason)] * 2
+        assert reason in caplog.text
+        with pytest.raises(LevelNotReached, match=reason):
+            struck[0].wait()
+        signal.raise_signal(signal.SIGUSR1)
+        struck[2].wait("durable", DEADLINE_S)
+        expected = [parameter.detach().clone() for parameter in model.parameters()]
+        checkpointer.abandon()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    model = torch.nn.Linear(1, 1)
+    assert make(model=model, optimizer=_Struck([*model.parameters()])).restore() == step + 1
+    assert all(map(torch.equal, model.parameters(), expected))
 
 
 class _Held:

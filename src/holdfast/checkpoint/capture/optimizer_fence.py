@@ -204,6 +204,11 @@ class Fence:
         """Returns the identifiers of the threads that are within a step that may write the state."""
         return self._steps.under_way()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Return whether a signal's handler calls this in the middle of an optimizer's step of its thread."""
+        return self._steps.is_interrupted()
+
     def is_void(self, steps: int, *, others_within: bool = False) -> bool:
         """Returns whether a state that was looked at when so many steps had begun may be a mixture."""
         return is_void(others_within=others_within, steps_before=steps, steps_now=self._steps.begun)

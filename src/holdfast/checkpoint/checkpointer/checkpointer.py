@@ -341,6 +341,7 @@ class Checkpointer:
         """Saves the state as it is now as the state after `step`. Every rank calls it, at the same step.
 
         Returns when everything that may change is copied; `handle.wait()` blocks until `level` is reached.
+        In a signal's handler that strikes in the middle of an optimizer's step nothing is saved, and the log says so.
 
         Args:
             step: the step that is finished, from 0; restore() of this version returns the one after it.
@@ -428,6 +429,12 @@ class Checkpointer:
             return never(step, wanted, "the first steps are made again")
         run, step = self._running(), whole_number(step)
         run.state.carried.require(step, run.start)
+        if run.saver.fence.is_interrupted:
+            handle = never(
+                step, wanted, "a signal's handler saves in the middle of an optimizer's step", run.job.incarnation
+            )
+            logger.warning("%s is given up: %s, which has written a part", handle.version, handle.given_up)
+            return handle
         with self._saves:
             if run.last is not None and step < run.last.version.step:
                 raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")

@@ -306,10 +306,10 @@ def as_version(version: object) -> Version | None:
     return parsed
 
 
-def never(step: int, level: Level, reason: str) -> SaveHandle:
+def never(step: int, level: Level, reason: str, incarnation: int = 1) -> SaveHandle:
     """Returns the handle of a save that is not made, and is given up for a reason."""
     handle = SaveHandle(
-        Version(1, step),
+        Version(incarnation, step),
         level,
         link=_NoKeepers(),
         in_storage=lambda _: False,

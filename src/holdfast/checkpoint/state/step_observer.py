@@ -83,6 +83,17 @@ class Steps:
             self._inside.pop(thread, None)
         return within
 
+    def is_interrupted(self) -> bool:
+        """Return whether a signal's handler calls this in the middle of a step of its thread, which has written a part then. Not in a hook of ours."""
+        if threading.get_ident() not in self._inside:
+            return False
+        frame: FrameType | None = sys._getframe()
+        codes = set[CodeType | None]()
+        while frame is not None and frame.f_code.co_filename != _AROUND_STEPS:
+            codes.add(frame.f_code)
+            frame = frame.f_back
+        return frame is not None and _Hook.__call__.__code__ not in codes and not _handlers().isdisjoint(codes)
+
     def close(self) -> None:
         """Removes the hooks."""
         for hook in self._hooks:
@@ -159,9 +170,13 @@ def _inner(optimizer: Optimizer) -> list[Optimizer]:
 
 def _of_a_handler(error: BaseException) -> bool:
     """Return whether a signal's handler of the user's raised it, while the hook waited."""
-    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return not handlers.isdisjoint(frames)
+    return not _handlers().isdisjoint(frames)
+
+
+def _handlers() -> set[CodeType | None]:
+    """Returns the code of each signal's handler."""
+    return {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
 
 
 def _code(handler: Any) -> CodeType | None:
