@@ -1289,6 +1289,11 @@ for i in range(9):
         body="if i == 2: loader.batch_sampler.batch_size = 6"), "a sampler's settings change", kills=("1,4",)),
     "batches of another size from epoch to epoch": Case(
         inline(behind="loader.batch_sampler.batch_size += 1"), kills=("2,3",)),
+    "tensor in the memory of a parameter, which gets memory of its own": Case(inline(
+        pre="same = model[0].weight.data", body="if (epoch, i) == (1, 2): model[0].weight.data = same.clone()",
+    ), "'the memory of same'", scale="(1 + same.sum().item() / 100)", kills=("2,3",)),
+    "tensor in the memory of a parameter": Case(inline(
+        pre="same = model[0].weight.data"), scale="(1 + same.sum().item() / 100)", kills=("2,3",)),
     "tensors of their own with names that are alike": Case(inline(
         pre="t, _t, t_ = (torch.full((1,), float(k), requires_grad=True) for k in range(3))\n"
         "other = torch.optim.Adam([t, _t, t_], lr=0.1)",

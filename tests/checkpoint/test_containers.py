@@ -113,3 +113,46 @@ def test_what_only_says_that_it_is_a_container_has_no_parts() -> None:
     assert not list(parts_of(Liar()))
     assert unsaved_state.token(Liar()) is None
     assert not loop_snapshot.kind_of(Liar())
+
+
+class Late:
+    """Opens with the first attribute that is asked for and not there, as a proxy of a file does."""
+
+    __slots__ = ("__hidden", "file", "generator")
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.__hidden = torch.Generator()
+
+    def __getattr__(self, name: str) -> Any:
+        CALLED.append(name)
+        raise OSError(name)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Rows:
+    """A dataset of such objects."""
+
+    of_class = Late()
+
+    def __init__(self) -> None:
+        self.seen, self.late = 0, Late()
+
+    def __getitem__(self, index: int) -> int:
+        self.seen += 1
+        self.late[index] += 1
+        return index
+
+
+def test_what_an_object_opens_late_is_not_opened_by_a_look() -> None:
+    CALLED.clear()
+    rows = Rows()
+    looked = Look({"dataset": rows})
+    assert {"dataset.seen", "dataset.late.generator", "dataset.late._Late__hidden"} <= looked.found.keys()
+    rows.late = Late()
+    for beside in looked.beside:
+        beside.changed()
+    Given({"rows": rows}).has(object())
+    assert not CALLED

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from holdfast.base.installed import is_installed
-from holdfast.checkpoint.containers import items_of, length_of, parts_of
+from holdfast.checkpoint.containers import dict_of, items_of, length_of, parts_of, slots_of
 from holdfast.checkpoint.entries.rng import random_state
 
 # How far a dataset is looked into.
@@ -78,8 +78,8 @@ class Look:
             if isinstance(value, type) and not _is_of_users(value.__module__):
                 continue
             seen.add(id(value))
-            held = getattr(value, "__dict__", None)
-            if isinstance(held, dict) and not isinstance(value, types.FunctionType):
+            held = dict_of(value)
+            if held is not None and not isinstance(value, types.FunctionType):
                 self._holds(path, type(value), held)
             if value is not torch.default_generator and (state := random_state(value)) is not None:
                 self.found[path + "'" * (path in self.found)] = state
@@ -146,7 +146,7 @@ class Beside:
                 return name
             is_plain = (
                 isinstance(value, int | float | str | bytes)
-                or hasattr(value, "dtype")
+                or hasattr(type(value), "dtype")
                 or random_state(value) is not None
             )
             if self.counts and not is_plain:
@@ -161,7 +161,7 @@ def _mark(value: Any) -> tuple[Any, int | None]:
 def _number(held: dict[str, Any], name: str) -> Any:
     value = held[name]
     if type(value) not in (int, float) and not (
-        hasattr(value, "item") and type(value).__module__ == "numpy" and not value.ndim
+        type(value).__module__ == "numpy" and hasattr(value, "item") and not value.ndim
     ):
         raise TypeError(name)
     return value
@@ -184,12 +184,9 @@ def _parts(value: Any, held: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, types.MethodType):
         yield from ((".__self__", value.__self__), (".__func__", value.__func__))
-    elif isinstance(held, dict) and not isinstance(value, types.FunctionType):
+    elif held is not None and not isinstance(value, types.FunctionType):
         yield from ((f".{name}", part) for name, part in held.items())
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield f".{name}", getattr(value, name, None)
+    yield from ((f".{name}", part) for name, part in slots_of(value))
 
 
 def _meant(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any], Iterable[str]]]:
@@ -219,7 +216,9 @@ def _meant(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any], Iter
 
 
 def _bare(part: Any) -> Any:
-    return getattr(part, "__func__", getattr(part, "fget", part))
+    if isinstance(part, property):
+        return part.fget
+    return part.__func__ if isinstance(part, staticmethod | classmethod | types.MethodType) else part
 
 
 def _contents(cell: types.CellType) -> list[Any]:
@@ -250,7 +249,7 @@ def _in_list(value: Any) -> Any:
             value = value.detach().numpy()
         except (TypeError, RuntimeError):  # of a device, or of a dtype that NumPy does not have
             return None
-    if hasattr(value, "tobytes") and hasattr(value, "nbytes"):
+    if hasattr(type(value), "tobytes") and hasattr(type(value), "nbytes"):
         return xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= 8 * _LONG else None
     if not isinstance(value, (*_LISTS, dict)) or length_of(value) > _LONG:
         return None

@@ -16,7 +16,7 @@ from collections.abc import Container, Sequence
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, stored
 
 # Words of what draws a name for a run.
-_DRAWN = {"uuid1", "uuid4", "token_hex", "token_urlsafe", "mkdtemp", "TemporaryDirectory", "getpid"}
+_DRAWN = {"uuid1", "uuid4", "token_hex", "token_urlsafe", "mkdtemp", "TemporaryDirectory"}
 # What reads a file begins with one of these words, or opens it so.
 _READERS = ("load", "read", "resume", "restore", "from_", "imread", "safe_open", "open")
 _WRITING = re.compile(r"[wax][bt]?")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.checkpoint.containers import parts_of
+from holdfast.checkpoint.containers import dict_of, parts_of
 from holdfast.checkpoint.entries.sharding import local_of, memory_of
 from holdfast.checkpoint.usage import user_frames
 
@@ -88,7 +88,7 @@ def _held(value: Any) -> Iterable[Any]:
     if isinstance(value, _CLOSED):
         return ()
     items = parts_of(value) if isinstance(value, dict | list | tuple) else ()
-    return [*items, *getattr(value, "__dict__", {}).values()]
+    return [*items, *(dict_of(value) or {}).values()]
 
 
 def _referred(value: Any) -> Iterable[Any]:

@@ -106,6 +106,7 @@ class Reach:
         for path, scope in inner:
             self._visit(walk, path, scope)
         walk.settings()
+        walk.common(self._kept)
         walk.lone(self._kept, carried)
         walk.places()
         if self._pops or walk.pops:

@@ -21,7 +21,7 @@ import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -667,6 +667,16 @@ class Walk:
             )
             self._spans.append((held_arrays.span(value), path))
             self.found.parts[path] = other
+
+    def common(self, kept: Sequence[Any]) -> None:
+        """Notes which tensors that are kept lie in the memory of a parameter: a restart has them there as the script makes them."""
+        tensors = [thing for thing in kept if isinstance(thing, torch.Tensor)]
+        params = [p for thing in kept if isinstance(thing, nn.Module) for p in thing.parameters()] if tensors else []
+        names = {held_arrays.span(local_of(p)): self._paths.get(id(p), SAVED) for p in params}
+        for tensor in tensors:
+            place = held_arrays.span(local_of(tensor))
+            if place[0] and place in names:
+                self.found.fixed[f"the memory of {self._paths.get(id(tensor), SAVED)}"] = names[place]
 
     def lone(self, kept: Iterable[Any], carried: Mapping[str, Any]) -> None:
         """Leaves as plain values only those tensors and arrays whose memory nothing else has, of these and of what was seen."""
