@@ -28,6 +28,7 @@ from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.spot_check import SPOT_BYTES, Spots, has_spots
 from holdfast.checkpoint.save import memory_saver
+from holdfast.checkpoint.state import step_observer
 from holdfast.checkpoint.state.step_observer import Steps
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot
@@ -258,6 +259,31 @@ def test_a_step_of_another_thread_during_the_call_gives_it_up(
         handle.wait("captured", 60)
     trainee.train()
     assert checkpointer.save(NUM_PROOFS + 2).wait("captured", 60)
+
+
+def test_a_step_that_begins_while_it_is_looked_who_steps_is_seen_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread was in no step yet when the stacks were read; another one, of which a step raised, gave cause to look."""
+    slow = Slow([torch.nn.Parameter(torch.ones(2))])
+    steps = step_observer.Steps([slow])
+    stepping = threading.Thread(target=slow.step)
+    steps._inside[threading.get_ident()] = 1
+    read = sys._current_frames
+
+    def frames() -> dict[int, Any]:
+        found = read()
+        stepping.start()
+        assert slow.begun.wait(60)
+        return found
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "_current_frames", frames)
+            assert not steps.under_way()
+        assert steps.under_way() == {stepping.ident}
+    finally:
+        steps.close()
+        slow.go_on.set()
+        stepping.join(20.0)
 
 
 def test_a_save_of_another_thread_waits_for_the_one_before(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
