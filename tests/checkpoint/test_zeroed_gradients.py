@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint.entries import living_gradients
 from holdfast.checkpoint.entries.gradients_part import GradientsPart
 from holdfast.checkpoint.entries.zeroed_gradients import FULL_FIRST, IN_TURN
+from holdfast.checkpoint.state.training_state import State
+from state_kit import restore, save
 
 ROWS, WIDTH = 512, 64
 END = 2048
@@ -143,3 +148,50 @@ def test_where_all_is_cleared_a_report_reads_two_ends_and_all_of_each_in_turn(
         sums.append(sum(read))
     assert sorted(sums)[IN_TURN // 2] <= 6 * END < whole / 10
     assert sum(sums[FULL_FIRST:]) < 2 * whole + IN_TURN * 6 * END
+
+
+def _clears(script: Script, reports: int, behind: Callable[[torch.Tensor], object] | None) -> list[bool]:
+    """Returns of each report whether it has the names of gradients that are zero."""
+    found = []
+    for _ in range(reports):
+        script.steps(0, ROWS - 1)
+        for parameter in script.words.parameters():
+            if behind is None:
+                parameter.grad = None
+            else:
+                assert parameter.grad is not None
+                behind(parameter.grad)
+        script.part.note()
+        found.append(bool(script.part._zero))
+    return found
+
+
+@pytest.mark.parametrize("behind", [lambda grad: grad.data.zero_(), lambda grad: grad.zero_()])
+def test_a_script_that_begins_to_clear_in_place_is_followed(behind: Callable[[torch.Tensor], object]) -> None:
+    """The first write is none that torch counts, as are those of `fully_shard`'s gradients."""
+    script = Script()
+    assert _clears(script, 1, None) == [False]
+    assert _clears(script, 1, behind) == [True]
+    script = Script()
+    assert not any(_clears(script, 9, None))
+    assert all(_clears(script, 9, behind)[1:])
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_what_ddp_has_noted_of_an_accumulation_is_told_as_lost(
+    caplog: pytest.LogCaptureFixture, *, synced: bool
+) -> None:
+    """Without it, a parameter that no backward pass behind a restart comes to keeps the gradient of its own rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(4, 2), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+        with contextlib.nullcontext() if synced else model.no_sync():
+            model(torch.ones(3, 4)).sum().backward()
+        state.gradients.note()
+        restore(state, save(state))
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert ("its ranks differ" in caplog.text) == (not synced)
+    finally:
+        dist.destroy_process_group()

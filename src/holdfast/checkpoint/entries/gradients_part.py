@@ -154,7 +154,12 @@ class GradientsPart(TransientPart):
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
         if quick and all_stepped:
             others = (p for each in self._others[:: -(-len(self._others) // SAMPLE) or 1] if (p := each()) is not None)
-            if not any(map(self._lives, sample, sample.values())) and all(p.grad is None for p in others):
+            stay = (key in self._stays and p.grad is not None for key, p in sample.items())
+            if (
+                not any(map(self._lives, sample, sample.values()))
+                and all(p.grad is None for p in others)
+                and not any(stay)
+            ):
                 return
         zero: list[str] = []
         absent: list[str] = []
@@ -171,7 +176,9 @@ class GradientsPart(TransientPart):
             if grad is not None and key in lives and not is_cleared:
                 self._living[str(number)] = parameter, _seen(grad)
             elif name is not None:
-                stays = grad is not None and key in self._stays and living_gradients.may_be_zero(parameter, grad)
+                stays = grad is not None and living_gradients.may_be_zero(parameter, grad)
+                # In place by a write that torch does not count, as `fully_shard`'s are not; and not known yet to be cleared so.
+                stays = stays and (key in self._stays or living_gradients.is_zero(parameter))
                 (zero if is_cleared or stays else absent).append(name)
         if zero and not held:
             self._zero = (True, absent) if len(absent) < len(zero) else (False, zero)
@@ -224,6 +231,13 @@ class GradientsPart(TransientPart):
         in_buckets = any(isinstance(each, DistributedDataParallel) and each.gradient_as_bucket_view for each in parts)
         return living_gradients.why_not([parameter for parameter, _ in self._living.values()], in_buckets=in_buckets)
 
+    @property
+    def _are_apart(self) -> bool:
+        """Return whether the last backward pass was one of `no_sync`, and DDP notes which parameters have been used since the last reduction."""
+        parts = (each for module in self._modules() for each in module.modules())
+        found = [each for each in parts if isinstance(each, DistributedDataParallel) and each.find_unused_parameters]
+        return any(not each.require_forward_param_sync for each in found)
+
     def report(self, out: Collector) -> None:
         """Adds what lives, each rank its own; or why that is lost."""
         if why := self.why_lost:
@@ -235,7 +249,7 @@ class GradientsPart(TransientPart):
             uncleared = self._uncleared >= self._parameters().keys() or sorted(
                 self._names[key] for key in self._uncleared & self._names.keys()
             )
-            kept = {"uncleared": uncleared, "zero": self._zero}
+            kept = {"uncleared": uncleared, "zero": self._zero, "apart": bool(living) and self._are_apart}
             out.transient(self.name, {"of": of, "gradients": living_gradients.as_saved(living), **kept})
 
     def plan(self, loading: Loading) -> None:
@@ -254,6 +268,12 @@ class GradientsPart(TransientPart):
         saved = loading.value(self.name) if loading.has(self.name) else {}
         if why := self._left or saved.get(_LOST, ""):
             logger.warning("gradients were being added up when this version was saved, and are lost: %s", why)
+        if saved.get("apart"):
+            logger.warning(
+                "gradients were being added up without a reduction (`no_sync`) when this version was saved, and what DDP with "
+                "`find_unused_parameters` has noted is lost: a parameter that no later backward pass of this accumulation comes to is "
+                "stepped by the gradient of its own rank alone, and its ranks differ from then on"
+            )
         if self.off:
             return
         self._is_back = True
