@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from holdfast.checkpoint.loader_workers import dataset_generators, worker_draws
+from holdfast.checkpoint.state.dataloader import LoaderPlace, place_of
 from holdfast.checkpoint.state.training_state import State
 from kit.checkpointers import Make, Trainee
 from sample_kit import MORE, sampled
@@ -382,6 +383,24 @@ def test_loaders_that_hand_out_their_place_may_share_a_generator(kinds: Any) -> 
         restore(life.state, saved)
         again = life.steps()
         assert [next(again) for _ in range(24)] == expected
+
+
+def test_a_loader_that_goes_on_at_its_place_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread, which opens a Checkpointer: what loaders share is looked at meanwhile."""
+    first, second = Pair(own()), Pair(own())
+    steps = first.steps()
+    next(steps)
+    restore(second.state, save(first.state))
+    made, shares = list[Any](), LoaderPlace.shares
+
+    def slowly(place: LoaderPlace, generator: torch.Generator, other: object) -> bool:
+        made.append(DataLoader([1]))
+        place_of(made[-1])
+        return shares(place, generator, other)
+
+    monkeypatch.setattr(LoaderPlace, "shares", slowly)
+    next(second.steps())
+    assert made
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -154,11 +154,19 @@ def _keep_draws_of_others(
 ) -> None:
     """Leaves generators that another loader has drawn from as they were `before` this `loader` went on at its place."""
     for generator, here, then in zip(generators, before, saved, strict=False):
-        others = [place for place in _PLACES if place.shares(generator, loader)]
+        others = [place for place in _places() if place.shares(generator, loader)]
         if any(place.has_drawn_on() for place in others):
             generator.set_state(here)
         elif any(place.began_anew for place in others) and not torch.equal(here, then):
             logger.warning(_SHARED)
+
+
+def _places() -> list[LoaderPlace | OwnPlace]:
+    while True:
+        try:
+            return list(_PLACES)
+        except RuntimeError:  # another thread has made one meanwhile
+            continue
 
 
 def place_of(loader: DataLoader[Any]) -> LoaderPlace:
