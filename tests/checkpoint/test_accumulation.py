@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import runpy
 import subprocess
@@ -486,6 +487,24 @@ def test_a_version_that_another_thread_saves_has_no_gradient_that_lives_and_says
     assert make(every="0", model=model, optimizer=optimizer).restore() == 2
     assert all(parameter.grad is None for parameter in model.parameters())
     assert "another thread saves" in caplog.text
+
+
+def test_a_step_in_a_thread_of_torch_leaves_the_thread_that_trains_as_it_is() -> None:
+    """On a device a backward pass that steps runs in one, and the thread that reports has begun it."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list)
+    parameter.grad = torch.ones(3)
+    part.stepped(optimizer)
+    stepped = threading.Event()
+
+    def steps() -> None:
+        part.stepped(optimizer)
+        stepped.set()
+
+    _thread.start_new_thread(steps, ())
+    assert stepped.wait(60)
+    assert not part.is_elsewhere
 
 
 def test_of_many_parameters_a_sample_is_looked_at_until_a_report_without_a_step(

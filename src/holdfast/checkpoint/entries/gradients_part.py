@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 # An object of a class that has this, and it is true, saves gradients in its own state.
 SAVES_THEM = "holdfast_saves_gradients"
 _LOST = "lost"
+_ELSEWHERE = "another thread saves than the one that trains"
 # Of an optimizer with more parameters so many are looked at; all of them at every 64th report, and until three found nothing.
 SAMPLE = 512
 FULL_EVERY = 64
@@ -115,7 +116,10 @@ class GradientsPart(TransientPart):
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
-        self._thread = threading.get_ident()
+        if not isinstance(
+            threading.current_thread(), threading._DummyThread
+        ):  # of torch, in a backward pass that steps
+            self._thread = threading.get_ident()
         if self.off:  # nor may a parameter get a hook: zero lines would take it for one that the script came to have
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -222,7 +226,7 @@ class GradientsPart(TransientPart):
         if not self._living:
             return ""
         if self.is_elsewhere:
-            return "another thread saves than the one that trains"
+            return _ELSEWHERE
         if not all(p.grad is not None and _is(p.grad, seen) for p, seen in self._living.values()):
             return "they were written or cleared after the step was reported"
         if any(map(fsdp1.units_of, self._modules())):
@@ -240,10 +244,12 @@ class GradientsPart(TransientPart):
 
     def report(self, out: Collector) -> None:
         """Adds what lives, each rank its own; or why that is lost."""
-        if why := self.why_lost:
+        living = {number: parameter for number, (parameter, _) in self._living.items()}
+        if elsewhere := self.is_elsewhere:  # asked once, for the thread that trains may report meanwhile
+            why, living = _ELSEWHERE if living or self._uncleared else "", {}
+        if why := why if elsewhere else self.why_lost:
             out.value(self.name, {_LOST: why})
-        elif self._living or self._zero or self._uncleared:
-            living = {number: parameter for number, (parameter, _) in self._living.items()}
+        elif living or self._zero or self._uncleared:
             of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
             # All of them without a name each, as older releases had it.
             uncleared = self._uncleared >= self._parameters().keys() or sorted(
