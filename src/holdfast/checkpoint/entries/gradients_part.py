@@ -116,9 +116,8 @@ class GradientsPart(TransientPart):
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
-        if not isinstance(
-            threading.current_thread(), threading._DummyThread
-        ):  # of torch, in a backward pass that steps
+        # A backward pass that steps runs in a thread of torch on a device.
+        if not isinstance(threading.current_thread(), threading._DummyThread):
             self._thread = threading.get_ident()
         if self.off:  # nor may a parameter get a hook: zero lines would take it for one that the script came to have
             return
@@ -244,10 +243,9 @@ class GradientsPart(TransientPart):
 
     def report(self, out: Collector) -> None:
         """Adds what lives, each rank its own; or why that is lost."""
-        living = {number: parameter for number, (parameter, _) in self._living.items()}
-        if elsewhere := self.is_elsewhere:  # asked once, for the thread that trains may report meanwhile
-            why, living = _ELSEWHERE if living or self._uncleared else "", {}
-        if why := why if elsewhere else self.why_lost:
+        elsewhere = self.is_elsewhere  # then no gradient is read, also if the thread that trains reports meanwhile
+        living = {} if elsewhere else {number: parameter for number, (parameter, _) in self._living.items()}
+        if why := self.why_lost or (_ELSEWHERE if elsewhere and self._uncleared else ""):
             out.value(self.name, {_LOST: why})
         elif living or self._zero or self._uncleared:
             of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
