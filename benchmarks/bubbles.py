@@ -17,6 +17,7 @@ one another now and then, with checkpoints and without, and their steps vary mor
 
 `known work` is the same job whose blocks sleep instead of computing: the processor is as free as beside an accelerator,
 the length of a step hardly varies, and so it is decided what on a shared machine drowns in noise.
+`zeroed gradients` is that job with `zero_grad(set_to_none=False)`: a save looks at each gradient that stays.
 `checks` is that job with a checkpoint at every step: those of a pair are one with the checks of late copies, and one without.
 
 - `stall_percent`: what the trainer's own thread spent in the call and at the fence, over the time of its steps: the
@@ -73,8 +74,8 @@ from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 
-NAMES = ("bubbles", "long steps", "known work", "checks", "plain copy", "async_save")
-INSIDE = NAMES[:4]
+NAMES = ("bubbles", "long steps", "known work", "zeroed gradients", "checks", "plain copy", "async_save")
+INSIDE = NAMES[:5]
 SLEEP_S = 0.025
 Turn = tuple[int, int]  # steps that are not timed, and steps that are
 Pair = tuple[dict[str, float], dict[str, float]]  # fields of `Spent`, with checkpoints and without
@@ -89,7 +90,7 @@ LONG = replace(SHAPE, context=256)
 class Pipeline:
     """This rank's stage with its optimizer and text; calling it makes one step."""
 
-    def __init__(self, shape: Shape, *, sleep_s: float = 0.0) -> None:
+    def __init__(self, shape: Shape, *, sleep_s: float = 0.0, in_place: bool = False) -> None:
         torch.set_num_threads(1)
         self.rank, world = dist.get_rank(), dist.get_world_size()
         part = stage(shape, self.rank, world, sleep_s=sleep_s)
@@ -98,7 +99,7 @@ class Pipeline:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.text = Text(context=shape.context, batch=SEQUENCES * MICROBATCHES)
         self.number = 0
-        self.sleeps = bool(sleep_s)
+        self.in_place = in_place
         self.keeper = 0
         self.saved = False
         self.back_s = self.others_s = 0.0
@@ -125,7 +126,7 @@ class Pipeline:
         else:
             self.schedule.step(target=targets)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.sleeps)
+        self.optimizer.zero_grad(set_to_none=not self.in_place)
         self.number += 1
 
 
@@ -293,12 +294,15 @@ def worker(options: argparse.Namespace) -> None:
     """One rank; rank 0 prints its rows as JSON."""
     bind()
     dist.init_process_group("gloo")
-    pipelines: dict[tuple[Shape, float], Pipeline] = {}
+    pipelines: dict[tuple[Shape, float, bool], Pipeline] = {}
     rows: list[dict[str, Any]] = []
     for name in options.only or NAMES:
         home = options.dir / name.replace(" ", "-")
-        kind = (LONG if name == "long steps" else SHAPE, SLEEP_S if name in ("known work", "checks") else 0.0)
-        pipeline = pipelines.get(kind) or pipelines.setdefault(kind, Pipeline(kind[0], sleep_s=kind[1]))
+        sleep_s = SLEEP_S if name in ("known work", "zeroed gradients", "checks") else 0.0
+        kind = (LONG if name == "long steps" else SHAPE, sleep_s, name == "zeroed gradients")
+        pipeline = pipelines.get(kind) or pipelines.setdefault(
+            kind, Pipeline(kind[0], sleep_s=kind[1], in_place=kind[2])
+        )
         checkpointer, watcher = None, None
         if name == "async_save":
             save = async_saver(pipeline, home)
