@@ -429,12 +429,16 @@ def test_a_save_of_a_step_that_is_known_has_nothing_of_the_backward_pass_behind_
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def _linear() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    model = torch.nn.Linear(4, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def test_another_thread_that_saves_a_reported_step_reads_no_gradient(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backward pass may be writing them, and torch ends the process where a gradient is read meanwhile."""
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = _linear()
     checkpointer: Any = make(every="0", model=model, optimizer=optimizer)
     checkpointer.restore()
     model(torch.ones(4)).sum().backward()
@@ -460,12 +464,7 @@ def test_a_version_that_another_thread_saves_has_no_gradient_that_lives_and_says
     make: Make, caplog: pytest.LogCaptureFixture, *, reported: bool
 ) -> None:
     """A backward pass may be adding to them."""
-
-    def train() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
-        model = torch.nn.Linear(4, 4)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    model, optimizer = train()
+    model, optimizer = _linear()
     checkpointer: Any = make(every="0", model=model, optimizer=optimizer)
     checkpointer.restore()
     model(torch.ones(4)).sum().backward()
@@ -483,7 +482,7 @@ def test_a_version_that_another_thread_saves_has_no_gradient_that_lives_and_says
     assert ("another thread saves" in caplog.text) != reported
     checkpointer.flush(60)
     checkpointer.abandon()
-    model, optimizer = train()
+    model, optimizer = _linear()
     assert make(every="0", model=model, optimizer=optimizer).restore() == 2
     assert all(parameter.grad is None for parameter in model.parameters())
     assert "another thread saves" in caplog.text

@@ -565,9 +565,8 @@ class Checkpointer:
         finished, began = False, time.monotonic()
         try:
             if self._run is not None:
-                if self._saves.acquire(
-                    timeout=self._config.close_timeout_s
-                ):  # the keeper has not heard of a save that goes on
+                # The keeper has not heard of a save of another thread that goes on.
+                if self._saves.acquire(timeout=self._config.close_timeout_s):
                     self._saves.release()
                 finished = self._finish(self._run)
             else:

@@ -77,9 +77,8 @@ class Steps:
         """Returns the identifiers of the threads that are within a step now; one that raised has ended."""
         if not (inside := self._inside.copy()):
             return set()
-        frames = (
-            sys._current_frames()
-        )  # behind the look at who is inside: who comes in later is not taken for one that has left
+        # Behind the look at who is inside: who comes in later is not taken for one that has left.
+        frames = sys._current_frames()
         within = {thread for thread in inside if _steps(frames.get(thread))}
         for thread in inside.keys() - frames.keys():
             self._inside.pop(thread, None)
