@@ -217,10 +217,12 @@ class Fence:
         self,
         optimizers: Iterable[torch.optim.Optimizer],
         stepped: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+        skipped: Callable[[torch.optim.Optimizer], None] = lambda _: None,
     ) -> None:
-        """Puts the fence before every step that may write a parameter of these optimizers; behind it `stepped` is told."""
+        """Puts the fence before every step that may write a parameter of these optimizers; behind it `stepped` is told, or `skipped`."""
         self._steps.close()
-        self._steps = Steps(optimizers, before=self._before_step, after=stepped, recorded=self._recorded, warn=True)
+        told = {"after": stepped, "skipped": skipped}
+        self._steps = Steps(optimizers, before=self._before_step, recorded=self._recorded, warn=True, **told)
 
     @property
     def free_s(self) -> float:

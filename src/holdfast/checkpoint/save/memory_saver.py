@@ -145,7 +145,7 @@ class Saver:
         optimizers = state.optimizers
         self._trust = MutationHistory(overlap=config.overlap and bool(optimizers))
         self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
-        self.fence.guard(optimizers, state.stepped)
+        self.fence.guard(optimizers, state.stepped, state.gradients.stepped)
         self._streams = SideStreams(behind_s=config.close_timeout_s)
         self._structure: Structure | None = None
         self._structure_key = self._storages = -1  # of the last save
