@@ -158,6 +158,8 @@ class Contents:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing is known of steps."""
 
+    skipped = stepped
+
     def gather(self) -> Gathered:
         """Return what `take` took."""
         return self._now

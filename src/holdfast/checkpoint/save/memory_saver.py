@@ -111,6 +111,10 @@ class Contents(Protocol):
     def stepped(self) -> Callable[[Optimizer], None]:
         """Is told of every step that one of them has made."""
 
+    @property
+    def skipped(self) -> Callable[[Optimizer], None]:
+        """Is told of every step that a `GradScaler` has left out."""
+
     def gather(self) -> Gathered:
         """The state now."""
 
@@ -145,7 +149,7 @@ class Saver:
         optimizers = state.optimizers
         self._trust = MutationHistory(overlap=config.overlap and bool(optimizers))
         self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
-        self.fence.guard(optimizers, state.stepped, state.gradients.stepped)
+        self.fence.guard(optimizers, state.stepped, state.skipped)
         self._streams = SideStreams(behind_s=config.close_timeout_s)
         self._structure: Structure | None = None
         self._structure_key = self._storages = -1  # of the last save

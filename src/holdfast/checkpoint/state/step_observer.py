@@ -183,7 +183,7 @@ class _Scalers:
                     hook(optimizer)
             return result
 
-        GradScaler.step = step  # type: ignore[method-assign]
+        GradScaler.step = step  # type: ignore[method-assign, assignment]
 
     def _note(self, _: Optimizer) -> None:
         self._made.here = True

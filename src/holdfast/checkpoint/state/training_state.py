@@ -162,6 +162,10 @@ class State:
         for check in self._checks:
             check.stepped(optimizer)
 
+    def skipped(self, optimizer: Optimizer) -> None:
+        """A `GradScaler` left out the step of an optimizer: its gradients are used up."""
+        self.gradients.stepped(optimizer)
+
     @property
     def optimizers(self) -> list[Optimizer]:
         """Lists all optimizers that make steps, in the order in which they were given; not their wrappers, but those inside."""
