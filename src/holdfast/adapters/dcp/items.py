@@ -155,10 +155,8 @@ class Contents:
         self._now = Gathered({}, {}, 0, 0)
         self._shape: object = None
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, *, made: bool = True) -> None:
         """Nothing is known of steps."""
-
-    skipped = stepped
 
     def gather(self) -> Gathered:
         """Return what `take` took."""

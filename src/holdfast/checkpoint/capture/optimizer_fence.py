@@ -24,6 +24,7 @@ everything that is queued runs on, on gradients that nobody reduced. Called by `
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -216,13 +217,21 @@ class Fence:
     def guard(
         self,
         optimizers: Iterable[torch.optim.Optimizer],
-        stepped: Callable[[torch.optim.Optimizer], None] = lambda _: None,
-        skipped: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+        stepped: Callable[..., None] = lambda _, **__: None,
     ) -> None:
-        """Puts the fence before every step that may write a parameter of these optimizers; behind it `stepped` is told, or `skipped`."""
+        """Puts the fence before every step that may write a parameter of these optimizers; behind it `stepped` is told.
+
+        Also, with `made=False`, behind a step that a `GradScaler` left out.
+        """
         self._steps.close()
-        told = {"after": stepped, "skipped": skipped}
-        self._steps = Steps(optimizers, before=self._before_step, recorded=self._recorded, warn=True, **told)
+        self._steps = Steps(
+            optimizers,
+            before=self._before_step,
+            after=stepped,
+            skipped=functools.partial(stepped, made=False),
+            recorded=self._recorded,
+            warn=True,
+        )
 
     @property
     def free_s(self) -> float:

@@ -108,12 +108,8 @@ class Contents(Protocol):
         """Those whose step is the fence of a late copy; without any, everything is copied at the call."""
 
     @property
-    def stepped(self) -> Callable[[Optimizer], None]:
-        """Is told of every step that one of them has made."""
-
-    @property
-    def skipped(self) -> Callable[[Optimizer], None]:
-        """Is told of every step that a `GradScaler` has left out."""
+    def stepped(self) -> Callable[..., None]:
+        """Is told of every step that one of them has made; and, with `made=False`, of those that a `GradScaler` left out."""
 
     def gather(self) -> Gathered:
         """The state now."""
@@ -149,7 +145,7 @@ class Saver:
         optimizers = state.optimizers
         self._trust = MutationHistory(overlap=config.overlap and bool(optimizers))
         self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
-        self.fence.guard(optimizers, state.stepped, state.skipped)
+        self.fence.guard(optimizers, state.stepped)
         self._streams = SideStreams(behind_s=config.close_timeout_s)
         self._structure: Structure | None = None
         self._structure_key = self._storages = -1  # of the last save

@@ -120,7 +120,7 @@ class Proof:
     def _skipped(self, optimizer: Optimizer) -> None:
         state = self._check.state() if self.is_child else None
         if state is not None and any(optimizer is each for each in state.optimizers):
-            state.skipped(optimizer)
+            state.stepped(optimizer, made=False)
 
     def _tell_why(self) -> None:
         if self._check.reason and self._says:
