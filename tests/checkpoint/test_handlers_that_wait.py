@@ -194,10 +194,18 @@ class _Struck(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("memory_budget", ["1GiB", "1KiB"])
 @pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("leaves", [False, True])
 def test_what_a_handler_saves_in_the_middle_of_an_optimizers_step_is_given_up(
-    make: Make, caplog: pytest.LogCaptureFixture, memory_budget: str, step: int
+    make: Make, caplog: pytest.LogCaptureFixture, memory_budget: str, step: int, leaves: bool
 ) -> None:
-    """As the step that was reported last, or as the one that is being made: it is neither."""
+    """As the step that was reported last, or as the one that is being made: it is neither. Many `leaves` its place before it saves."""
+
+    def handle(*_: object) -> None:
+        if leaves:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        struck.append(checkpointer.save(step, "durable"))
+        signal.signal(signal.SIGUSR1, handle)
+
     model = torch.nn.Linear(1, 1)
     optimizer = _Struck([*model.parameters()])
     struck = list[SaveHandle]()
@@ -207,7 +215,7 @@ def test_what_a_handler_saves_in_the_middle_of_an_optimizers_step_is_given_up(
         checkpointer.restore()
         optimizer.step()
         checkpointer.step(0)
-        signal.signal(signal.SIGUSR1, lambda *_: struck.append(checkpointer.save(step, "durable")))
+        signal.signal(signal.SIGUSR1, handle)
         optimizer.step()
         reason = "a signal's handler saves in the middle of an optimizer's step"
         assert [(each.version.step, each.given_up) for each in struck] == [(step, reason)] * 2
@@ -223,6 +231,42 @@ def test_what_a_handler_saves_in_the_middle_of_an_optimizers_step_is_given_up(
     model = torch.nn.Linear(1, 1)
     assert make(model=model, optimizer=_Struck([*model.parameters()])).restore() == step + 1
     assert all(map(torch.equal, model.parameters(), expected))
+
+
+class _Both(torch.optim.Optimizer):
+    """Steps two others in its own step; a signal comes where the fence stands before the second."""
+
+    def __init__(self, inner: list[torch.optim.Optimizer]) -> None:
+        super().__init__([group for each in inner for group in each.param_groups], {})
+        self._inner = inner
+
+    def step(self, _: Any = None) -> None:
+        self._inner[0].step()
+        sys.setprofile(self._strike)
+        self._inner[1].step()
+
+    def _strike(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is Fence._before_step.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def test_what_a_handler_saves_between_two_steps_within_one_is_given_up(make: Make) -> None:
+    model = torch.nn.Linear(1, 1)
+    both = _Both([torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()])
+    checkpointer: Any = make(model=model, optimizer=both)
+    checkpointer.restore()
+    struck = list[SaveHandle]()
+    before = signal.signal(signal.SIGUSR1, lambda *_: struck.append(checkpointer.save(0)))
+    try:
+        model(torch.ones(1)).backward()
+        both.step()
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    (handle,) = struck
+    assert handle.given_up == "a signal's handler saves in the middle of an optimizer's step"
+    checkpointer.abandon()
 
 
 class _Held:

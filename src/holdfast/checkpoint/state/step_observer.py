@@ -15,6 +15,7 @@ forked child nothing is done: the state that the hooks guard is its parent's. Us
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import signal
@@ -89,11 +90,16 @@ class Steps:
         if threading.get_ident() not in self._inside:
             return False
         frame: FrameType | None = sys._getframe()
-        codes = set[CodeType | None]()
-        while frame is not None and frame.f_code.co_filename != _AROUND_STEPS:
-            codes.add(frame.f_code)
+        handlers, is_handled, is_ours = _handlers(), False, False
+        while frame is not None:
+            if frame.f_code.co_filename == _AROUND_STEPS:
+                if is_handled and not is_ours:
+                    return True
+                is_ours = False  # around this step there may be another one, which has written a part
+            is_handled = is_handled or _is_of_a_handler(frame, handlers)
+            is_ours = is_ours or frame.f_code is _Hook.__call__.__code__
             frame = frame.f_back
-        return frame is not None and _Hook.__call__.__code__ not in codes and not _handlers().isdisjoint(codes)
+        return False
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -171,8 +177,25 @@ def _inner(optimizer: Optimizer) -> list[Optimizer]:
 
 def _of_a_handler(error: BaseException) -> bool:
     """Return whether a signal's handler of the user's raised it, while the hook waited."""
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return not _handlers().isdisjoint(frames)
+    handlers = _handlers()
+    return any(_is_of_a_handler(frame, handlers) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _is_of_a_handler(frame: FrameType, handlers: set[CodeType | None]) -> bool:
+    """Return whether a frame is that of a signal's handler: it is one now, or was given the frame that it interrupts.
+
+    Many a handler sets another one in its place before it does anything else.
+    """
+    code, caller = frame.f_code, frame.f_back
+    if code in handlers:
+        return True
+    num_named = code.co_argcount + code.co_kwonlyargcount
+    num_names = num_named + bool(code.co_flags & inspect.CO_VARARGS)
+    if caller is None or num_names < 1:
+        return False
+    values = [frame.f_locals.get(name) for name in code.co_varnames[:num_names]]
+    given = (*values[:num_named], *(values[num_named] or () if num_names > num_named else ()))
+    return any(value is caller for value in given)
 
 
 def _handlers() -> set[CodeType | None]:
