@@ -24,6 +24,7 @@ from holdfast.core.model import Level, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import _Waiting
 from holdfast.keeper.rpc.messages import Progress
+from holdfast.tiers.storage.read_limit import ReadLimit
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
 
@@ -84,6 +85,44 @@ def test_a_handler_keeps_nothing_from_the_thread_that_it_waits_for(make: Callabl
         sys.setprofile(None)
         signal.signal(signal.SIGUSR1, before)
     assert 5 < moment < MOST
+
+
+def test_what_a_handler_raises_while_storage_is_read_is_raised_as_it_is_and_at_once() -> None:
+    """At each moment: not in the thread that reads, not as another error, and no lock that this one needs is kept."""
+    # What a handler raises in these keeps locks of the standard library, or of this process.
+    spared = {threading.Thread.start.__code__, threading.Condition.__enter__.__code__}
+    left = 0
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        left -= frame.f_code not in spared
+        if left == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handle(*_: object) -> None:
+        raise SystemExit
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        for moment in range(1, MOST):
+            left, read, began = moment, list[None](), time.monotonic()
+            limit = ReadLimit(DEADLINE_S, 0, "there")
+            with suppress(SystemExit):
+                sys.setprofile(look)
+                limit.run(lambda read=read: read.append(time.sleep(0.002)))  # type: ignore[misc]
+                sys.setprofile(None)
+                assert left > 0, f"moment {moment}"
+                break
+            sys.setprofile(None)
+            assert time.monotonic() - began < DEADLINE_S / 4, f"moment {moment}"
+            count = len(read)
+            time.sleep(0.005)
+            assert len(read) == count, f"moment {moment}"
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    assert 50 < moment < MOST
 
 
 def test_who_closes_while_its_thread_holds_the_fence_waits_for_nothing() -> None:
