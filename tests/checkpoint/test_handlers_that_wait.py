@@ -504,9 +504,10 @@ def test_whichever_checkpointer_makes_steps_hears_sigterm(make: Make, tmp_path: 
         name, other = ("second", None) if closed == "first" else ("first", made.get("second"))
         assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         signal.raise_signal(signal.SIGTERM)
+        if not closed:
+            made[name].step(0)  # another one, which is newer, may end the script meanwhile
         with pytest.raises(SystemExit) as left:
-            for step in range(3):
-                made[name].step(step)
+            made[name].step(1)
         assert left.value.code == 0
         assert signal.getsignal(signal.SIGTERM) == (signal.SIG_IGN if other is None else other._signal._handle)
         if other is not None:
