@@ -24,6 +24,7 @@ everything that is queued runs on, on gradients that nobody reduced. Called by `
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -217,11 +218,21 @@ class Fence:
     def guard(
         self,
         optimizers: Iterable[torch.optim.Optimizer],
-        stepped: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+        stepped: Callable[..., None] = lambda _, **__: None,
     ) -> None:
-        """Puts the fence before every step that may write a parameter of these optimizers; behind it `stepped` is told."""
+        """Puts the fence before every step that may write a parameter of these optimizers; behind it `stepped` is told.
+
+        Also, with `made=False`, behind a step that a `GradScaler` left out.
+        """
         self._steps.close()
-        self._steps = Steps(optimizers, before=self._before_step, after=stepped, recorded=self._recorded, warn=True)
+        self._steps = Steps(
+            optimizers,
+            before=self._before_step,
+            after=stepped,
+            skipped=functools.partial(stepped, made=False),
+            recorded=self._recorded,
+            warn=True,
+        )
 
     @property
     def free_s(self) -> float:
