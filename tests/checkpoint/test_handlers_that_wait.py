@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -486,5 +487,31 @@ def test_close_takes_no_handler_away_that_the_script_has_set_meanwhile(make: Mak
         checkpointer.step(0)
         checkpointer.close()
         assert signal.getsignal(signal.SIGTERM) == (handle if own else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("closed", ["first", "second", ""])
+def test_whichever_checkpointer_makes_steps_hears_sigterm(make: Make, tmp_path: Path, closed: str) -> None:
+    """Though another one was made before or behind it, and whether or not that one has closed."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        made: dict[str, Any] = {name: make(Trainee(), path=tmp_path / name) for name in ("first", "second")}
+        for each in made.values():
+            each.restore()
+        if closed:
+            made.pop(closed).abandon()
+        name, other = ("second", None) if closed == "first" else ("first", made.get("second"))
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+        if not closed:
+            made[name].step(0)  # another one, which is newer, may end the script meanwhile
+        with pytest.raises(SystemExit) as left:
+            made[name].step(1)
+        assert left.value.code == 0
+        assert signal.getsignal(signal.SIGTERM) == (signal.SIG_IGN if other is None else other._signal._handle)
+        if other is not None:
+            other.abandon()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)

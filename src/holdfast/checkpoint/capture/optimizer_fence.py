@@ -46,6 +46,7 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.step_observer import Steps
 from holdfast.core.versions.late_copy_rules import Who, counts, is_void, opens
 from holdfast.tiers.wire.latch import Latch
+from holdfast.tiers.wire.lock_owner import is_mine
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class Fence:
     @property
     def is_held(self) -> bool:
         """Return whether this thread is in the middle of a call here: a signal's handler interrupted it."""
-        return self._passing._is_owned() or self._wake._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return is_mine(threading.Condition(self._passing)) or is_mine(self._wake)
 
     def under_way(self) -> set[int]:
         """Returns the identifiers of the threads that are within a step that may write the state."""
