@@ -488,6 +488,60 @@ def test_a_version_that_another_thread_saves_has_no_gradient_that_lives_and_says
     assert "another thread saves" in caplog.text
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("overflows", [(True,), (False, True), (True, True)], ids=str)
+def test_gradients_of_a_step_that_a_scaler_left_out_are_used_up(
+    make: Make, overflows: tuple[bool, ...], *, unscaled: bool
+) -> None:
+    """The script clears them behind the report, and nothing of them comes back."""
+    pairs = [_linear() for _ in overflows]
+    scaler = torch.amp.GradScaler("cpu")
+    objects = {f"model{number}": model for number, (model, _) in enumerate(pairs)}
+    checkpointer = make(every="0", optimizer=[optimizer for _, optimizer in pairs], scaler=scaler, **objects)
+    checkpointer.restore()
+    for (model, optimizer), overflow in zip(pairs, overflows, strict=True):
+        scaler.scale(model(torch.ones(4)).sum() * (torch.inf if overflow else 1.0)).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        before = model.weight.clone()
+        scaler.step(optimizer)
+        assert torch.equal(before, model.weight) == overflow
+    scaler.update()
+    assert checkpointer.save(0, level="durable") is not None
+    checkpointer.flush(60)
+    checkpointer.abandon()
+    back = [_linear() for _ in overflows]
+    objects = {f"model{number}": model for number, (model, _) in enumerate(back)}
+    optimizers = [optimizer for _, optimizer in back]
+    again = make(every="0", optimizer=optimizers, scaler=torch.amp.GradScaler("cpu"), **objects)
+    assert again.restore() == 1
+    parameters = [parameter for model, _ in back for parameter in model.parameters()]
+    # Of the first step it is not known yet whether the script clears in place.
+    assert not any(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
+
+
+def test_gradients_that_are_added_up_beside_a_scaler_come_back(make: Make) -> None:
+    model, optimizer = _linear()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    checkpointer = make(every="0", model=model, optimizer=optimizer, scaler=scaler)
+    checkpointer.restore()
+    for factor in (torch.inf, 1.0):  # behind one that was left out, as behind any
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4)).sum() * factor).backward()
+        if factor != 1.0:
+            scaler.step(optimizer)
+            scaler.update()
+    assert checkpointer.save(0, level="durable") is not None
+    checkpointer.flush(60)
+    checkpointer.abandon()
+    back, optimizer = _linear()
+    assert make(every="0", model=back, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu")).restore() == 1
+    for parameter, before in zip(back.parameters(), model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert before.grad is not None
+        assert torch.equal(parameter.grad, before.grad)
+
+
 def test_a_step_in_a_thread_of_torch_leaves_the_thread_that_trains_as_it_is() -> None:
     """On a device a backward pass that steps runs in one, and the thread that reports has begun it."""
     parameter = torch.nn.Parameter(torch.zeros(3))

@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker
-from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, never
-from holdfast.core.model import Level, Version
+from holdfast.checkpoint.save.save_handle import LOOK_S, SaveHandle, as_level, never
+from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import _Waiting
 from holdfast.keeper.rpc.messages import Progress
+from holdfast.tiers.storage.read_limit import ReadLimit
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
 
@@ -83,6 +85,71 @@ def test_a_handler_keeps_nothing_from_the_thread_that_it_waits_for(make: Callabl
         sys.setprofile(None)
         signal.signal(signal.SIGUSR1, before)
     assert 5 < moment < MOST
+
+
+def test_what_a_handler_raises_while_storage_is_read_is_raised_as_it_is_and_at_once() -> None:
+    """At each moment: not in the thread that reads, not as another error, and no lock that this one needs is kept."""
+    # What a handler raises in these keeps locks of the standard library, or of this process.
+    spared = {threading.Thread.start.__code__, threading.Condition.__enter__.__code__}
+    left = 0
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        left -= frame.f_code not in spared
+        if left == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handle(*_: object) -> None:
+        raise SystemExit
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        for moment in range(1, MOST):
+            left, read, began = moment, list[None](), time.monotonic()
+            limit = ReadLimit(DEADLINE_S, 0, "there")
+            with suppress(SystemExit):
+                sys.setprofile(look)
+                limit.run(lambda read=read: read.append(time.sleep(0.002)))  # type: ignore[misc]
+                sys.setprofile(None)
+                assert left > 0, f"moment {moment}"
+                break
+            sys.setprofile(None)
+            assert time.monotonic() - began < DEADLINE_S / 4, f"moment {moment}"
+            count = len(read)
+            time.sleep(0.005)
+            assert len(read) == count, f"moment {moment}"
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    assert 50 < moment < MOST
+
+
+def test_a_handler_that_asks_storage_while_its_thread_does_waits_for_nothing_of_its_own() -> None:
+    """The look runs in another thread, and lasts until the handler has come."""
+    took_s = list[float]()
+
+    def looks(_: Version) -> bool:
+        if not took_s:
+            signal.raise_signal(signal.SIGUSR1)
+            time.sleep(0.1)
+        return False
+
+    def handle(*_: object) -> None:
+        took_s.append(began := time.monotonic())
+        save.ask_again()
+        took_s[0] = time.monotonic() - began
+
+    link: Any = SimpleNamespace(client=None, last_client=None)
+    facts: dict[str, Any] = {"settle": lambda _: None, "topology": Topology(("",), (0,)), "timeout_s": 1.0}
+    save = SaveHandle(Version(1, 3), Level.DURABLE, link=link, in_storage=looks, **facts)
+    link.client = SimpleNamespace(persist=lambda _: None)  # another keeper than the one that was asked
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        save.ask_again()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert took_s[0] < LOOK_S / 2
 
 
 def test_who_closes_while_its_thread_holds_the_fence_waits_for_nothing() -> None:
@@ -155,10 +222,18 @@ class _Struck(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("memory_budget", ["1GiB", "1KiB"])
 @pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("leaves", [False, True])
 def test_what_a_handler_saves_in_the_middle_of_an_optimizers_step_is_given_up(
-    make: Make, caplog: pytest.LogCaptureFixture, memory_budget: str, step: int
+    make: Make, caplog: pytest.LogCaptureFixture, memory_budget: str, step: int, leaves: bool
 ) -> None:
-    """As the step that was reported last, or as the one that is being made: it is neither."""
+    """As the step that was reported last, or as the one that is being made: it is neither. Many `leaves` its place before it saves."""
+
+    def handle(*_: object) -> None:
+        if leaves:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        struck.append(checkpointer.save(step, "durable"))
+        signal.signal(signal.SIGUSR1, handle)
+
     model = torch.nn.Linear(1, 1)
     optimizer = _Struck([*model.parameters()])
     struck = list[SaveHandle]()
@@ -168,7 +243,7 @@ def test_what_a_handler_saves_in_the_middle_of_an_optimizers_step_is_given_up(
         checkpointer.restore()
         optimizer.step()
         checkpointer.step(0)
-        signal.signal(signal.SIGUSR1, lambda *_: struck.append(checkpointer.save(step, "durable")))
+        signal.signal(signal.SIGUSR1, handle)
         optimizer.step()
         reason = "a signal's handler saves in the middle of an optimizer's step"
         assert [(each.version.step, each.given_up) for each in struck] == [(step, reason)] * 2
@@ -184,6 +259,42 @@ def test_what_a_handler_saves_in_the_middle_of_an_optimizers_step_is_given_up(
     model = torch.nn.Linear(1, 1)
     assert make(model=model, optimizer=_Struck([*model.parameters()])).restore() == step + 1
     assert all(map(torch.equal, model.parameters(), expected))
+
+
+class _Both(torch.optim.Optimizer):
+    """Steps two others in its own step; a signal comes where the fence stands before the second."""
+
+    def __init__(self, inner: list[torch.optim.Optimizer]) -> None:
+        super().__init__([group for each in inner for group in each.param_groups], {})
+        self._inner = inner
+
+    def step(self, _: Any = None) -> None:
+        self._inner[0].step()
+        sys.setprofile(self._strike)
+        self._inner[1].step()
+
+    def _strike(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is Fence._before_step.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def test_what_a_handler_saves_between_two_steps_within_one_is_given_up(make: Make) -> None:
+    model = torch.nn.Linear(1, 1)
+    both = _Both([torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()])
+    checkpointer: Any = make(model=model, optimizer=both)
+    checkpointer.restore()
+    struck = list[SaveHandle]()
+    before = signal.signal(signal.SIGUSR1, lambda *_: struck.append(checkpointer.save(0)))
+    try:
+        model(torch.ones(1)).backward()
+        both.step()
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    (handle,) = struck
+    assert handle.given_up == "a signal's handler saves in the middle of an optimizer's step"
+    checkpointer.abandon()
 
 
 class _Held:
@@ -403,5 +514,31 @@ def test_close_takes_no_handler_away_that_the_script_has_set_meanwhile(make: Mak
         checkpointer.step(0)
         checkpointer.close()
         assert signal.getsignal(signal.SIGTERM) == (handle if own else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("closed", ["first", "second", ""])
+def test_whichever_checkpointer_makes_steps_hears_sigterm(make: Make, tmp_path: Path, closed: str) -> None:
+    """Though another one was made before or behind it, and whether or not that one has closed."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        made: dict[str, Any] = {name: make(Trainee(), path=tmp_path / name) for name in ("first", "second")}
+        for each in made.values():
+            each.restore()
+        if closed:
+            made.pop(closed).abandon()
+        name, other = ("second", None) if closed == "first" else ("first", made.get("second"))
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+        if not closed:
+            made[name].step(0)  # another one, which is newer, may end the script meanwhile
+        with pytest.raises(SystemExit) as left:
+            made[name].step(1)
+        assert left.value.code == 0
+        assert signal.getsignal(signal.SIGTERM) == (signal.SIG_IGN if other is None else other._signal._handle)
+        if other is not None:
+            other.abandon()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)

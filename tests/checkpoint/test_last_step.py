@@ -320,7 +320,8 @@ class Alarm(Exception):
     """The user's own guard against steps that hang."""
 
 
-def test_what_a_signals_handler_raises_at_the_fence_reaches_the_script() -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_a_signals_handler_raises_at_the_fence_reaches_the_script(leaves: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -329,6 +330,8 @@ def test_what_a_signals_handler_raises_at_the_fence_reaches_the_script() -> None
 
     class Guard:
         def __call__(self, *_: object) -> None:
+            if leaves:
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
             raise Alarm
 
     release = threading.Event()

@@ -27,7 +27,7 @@ os.environ["HIDDEN"] = "0"
 def batch():
     return torch.randn(3, 4)
 x, scale, seen = batch(), 1.0, 0
-ckpt = holdfast.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, prove={prove})
+ckpt = holdfast.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, prove={prove}{given})
 start = ckpt.restore()
 {behind}
 for step in range(start, 8):
@@ -49,6 +49,7 @@ def run(
     tmp_path: Path,
     *,
     prove: bool = True,
+    given: str = "",
     behind: str = "",
     before: str = "x = batch()",
     fetch: str = "pass",
@@ -60,6 +61,7 @@ def run(
     script = tmp_path / "train.py"
     places = {
         "prove": str(prove),
+        "given": given,
         "behind": behind,
         "before": before,
         "fetch": fetch,
@@ -97,8 +99,15 @@ def test_lines_that_are_right_are_proven_and_nobody_notices(tmp_path: Path) -> N
         {"makes": "optimizer.step(); optimizer.zero_grad(set_to_none=False)"},
         {"makes": "pass", "before": "x = batch(); step and (optimizer.step(), optimizer.zero_grad())"},
         {"makes": "optimizer.step()", "before": "x = batch(); optimizer.zero_grad()"},
+        {
+            "given": ", scaler=(scaler := torch.amp.GradScaler('cpu')), last=(last := torch.nn.Linear(1, 1)), "
+            "other=(other := torch.optim.SGD(last.parameters(), lr=0.1))",
+            "makes": "[p.grad.fill_(torch.inf) for p in model.parameters() if 1 <= step <= 2]; "
+            "scaler.scale(last(torch.ones(1))).backward(); scaler.step(other); scaler.step(optimizer); scaler.update()",
+            "after": "optimizer.zero_grad(); other.zero_grad()",
+        },
     ],
-    ids=["in place", "a step later", "before"],
+    ids=["in place", "a step later", "before", "left out by a scaler"],
 )
 def test_gradients_that_live_or_are_cleared_in_place_are_proven(lines: dict[str, str], tmp_path: Path) -> None:
     proven = run(tmp_path, **lines)

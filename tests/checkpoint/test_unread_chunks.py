@@ -22,6 +22,7 @@ from holdfast.tiers.storage import read_limit
 from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.unread_chunks import UnreadChunks
 from holdfast.tiers.storage.version_store import Storage
+from holdfast.tiers.wire.latch import Latch
 from kit.stored_bundle import V1, Stored, raw
 from sample_kit import sampled
 
@@ -221,14 +222,17 @@ def test_who_is_interrupted_while_it_reads_leaves_no_stream_behind(
     disk = hanging(next(i for i in range(1, stored.num_chunks) if i not in source.located.unread.here))  # type: ignore[union-attr]
 
     def interrupt(*_: object) -> None:
+        monkeypatch.setattr(Latch, "wait", wait)
         assert disk.hangs.wait(LIMIT_S)
         threading.Timer(0.05, disk.goes_on.set).start()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(read_limit, "wait", interrupt)
+    wait = Latch.wait
+    monkeypatch.setattr(Latch, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stored.fill(source)
-    assert not [thread for thread in threading.enumerate() if thread.name in ("holdfast reading", "holdfast stream")]
+    assert "holdfast stream" not in [thread.name for thread in threading.enumerate()]
+    disk.end()
 
 
 def _skips_a_chunk(monkeypatch: pytest.MonkeyPatch, bad: int) -> None:

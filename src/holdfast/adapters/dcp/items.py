@@ -155,7 +155,7 @@ class Contents:
         self._now = Gathered({}, {}, 0, 0)
         self._shape: object = None
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, *, made: bool = True) -> None:
         """Nothing is known of steps."""
 
     def gather(self) -> Gathered:

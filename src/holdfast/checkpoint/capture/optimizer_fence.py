@@ -24,6 +24,7 @@ everything that is queued runs on, on gradients that nobody reduced. Called by `
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -45,6 +46,7 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.step_observer import Steps
 from holdfast.core.versions.late_copy_rules import Who, counts, is_void, opens
 from holdfast.tiers.wire.latch import Latch
+from holdfast.tiers.wire.lock_owner import is_mine
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +200,7 @@ class Fence:
     @property
     def is_held(self) -> bool:
         """Return whether this thread is in the middle of a call here: a signal's handler interrupted it."""
-        return self._passing._is_owned() or self._wake._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return is_mine(threading.Condition(self._passing)) or is_mine(self._wake)
 
     def under_way(self) -> set[int]:
         """Returns the identifiers of the threads that are within a step that may write the state."""
@@ -216,11 +218,21 @@ class Fence:
     def guard(
         self,
         optimizers: Iterable[torch.optim.Optimizer],
-        stepped: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+        stepped: Callable[..., None] = lambda _, **__: None,
     ) -> None:
-        """Puts the fence before every step that may write a parameter of these optimizers; behind it `stepped` is told."""
+        """Puts the fence before every step that may write a parameter of these optimizers; behind it `stepped` is told.
+
+        Also, with `made=False`, behind a step that a `GradScaler` left out.
+        """
         self._steps.close()
-        self._steps = Steps(optimizers, before=self._before_step, after=stepped, recorded=self._recorded, warn=True)
+        self._steps = Steps(
+            optimizers,
+            before=self._before_step,
+            after=stepped,
+            skipped=functools.partial(stepped, made=False),
+            recorded=self._recorded,
+            warn=True,
+        )
 
     @property
     def free_s(self) -> float:

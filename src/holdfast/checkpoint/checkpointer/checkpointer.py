@@ -73,6 +73,7 @@ from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage, open_storage
+from holdfast.tiers.wire.lock_owner import is_mine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -556,7 +557,7 @@ class Checkpointer:
     @property
     def _is_within(self) -> bool:
         """Return whether this thread is in the middle of a save, or holds what a thread that closes needs."""
-        if self._saves._is_owned():  # type: ignore[attr-defined]
+        if is_mine(threading.Condition(self._saves)):
             return True
         run = self._run
         return run is not None and (run.durables.is_held or run.saver.fence.is_held)

@@ -3,6 +3,9 @@
 The handler only sets a flag; the next `step` acts on it. A forked child (a data loader's worker) inherits the handler,
 but not the wish: there the signal does what it did before. Only the main thread may install handlers; elsewhere the
 launcher's signal keeps its effect.
+
+Of several in a process, the newest hears the signal, and passes it on. The others act on it at their second look, so that where all
+are asked in turn the newest ends the script.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class StopSignal:
 
     def __init__(self, file: str = "") -> None:
         self.arrived = False
+        self._passed_on = False  # a newer one has it, and may end the script
         self._file = Path(file) if file else None
         self._owner = os.getpid()
         self._before: Any = None
@@ -38,7 +42,9 @@ class StopSignal:
     @property
     def wanted(self) -> bool:
         """Return whether the job is to stop."""
-        return self.arrived or (self._file is not None and self._asks(self._file))
+        arrived = self.arrived
+        self.arrived = arrived or self._passed_on
+        return arrived or (self._file is not None and self._asks(self._file))
 
     def _asks(self, file: Path) -> bool:
         """A file that is half written, or says something else, asks for nothing."""
@@ -64,17 +70,33 @@ class StopSignal:
         """
         if self._installed and threading.current_thread() is threading.main_thread():
             self._installed = False
-            if not isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignal):
-                return
             before = self._before if self._before is not None else signal.SIG_DFL
-            # Ignored, not handled: the interpreter's end gives handlers up and would leave the default.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if self.arrived and before == signal.SIG_DFL else before)
+            if (self.arrived or self._passed_on) and before == signal.SIG_DFL:
+                # Ignored, not handled: the interpreter's end gives handlers up and would leave the default.
+                before = signal.SIG_IGN
+            newer = _owner_of(signal.getsignal(signal.SIGTERM))
+            if newer is self:
+                signal.signal(signal.SIGTERM, before)
+            while newer is not None and newer is not self:
+                if _owner_of(newer._before) is self:
+                    newer._before = before
+                newer = _owner_of(newer._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._owner:
             self.arrived = True
+            older = _owner_of(self._before)
+            while older is not None:
+                older._passed_on = True
+                older = _owner_of(older._before)
         elif callable(self._before):
             self._before(number, frame)
         elif self._before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _owner_of(handler: Any) -> StopSignal | None:
+    """Return whose handler it is, if it is one of ours."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopSignal) else None

@@ -22,6 +22,7 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.save.extra_places import LEFT, ExtraPlaces, PlaceCopy
 from holdfast.checkpoint.save.save_handle import PROGRESS_S, SaveHandle
 from holdfast.core.model import Version
+from holdfast.tiers.wire.lock_owner import is_mine
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class DurableTracker:
     @property
     def is_held(self) -> bool:
         """Return whether this thread is in the middle of a call here: a signal's handler interrupted it."""
-        return self._changed._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return is_mine(self._changed)
 
     def flush(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Waits until every durable save has ended and `on_durable` was called for it; `meanwhile` is called now and then. A

@@ -108,8 +108,8 @@ class Contents(Protocol):
         """Those whose step is the fence of a late copy; without any, everything is copied at the call."""
 
     @property
-    def stepped(self) -> Callable[[Optimizer], None]:
-        """Is told of every step that one of them has made."""
+    def stepped(self) -> Callable[..., None]:
+        """Is told of every step that one of them has made; and, with `made=False`, of those that a `GradScaler` left out."""
 
     def gather(self) -> Gathered:
         """The state now."""

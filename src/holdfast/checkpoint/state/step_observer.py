@@ -6,7 +6,8 @@ state are left alone.
 
 What a graph of a device replays no hook sees. That a step is recorded into one is seen (`captured`): nothing runs then, and
 nothing may be waited for, but from then on steps come by without a word. What code writes past `torch.optim` no hook sees
-either: `checkpoint.capture.late_copy_check` finds that afterwards.
+either: `checkpoint.capture.late_copy_check` finds that afterwards. `GradScaler.step` leaves out the step of an optimizer whose
+gradients overflowed, and torch has no hook for that: its method is wrapped.
 
 An exception of ours never leaves the user's `step()`; one that a signal's handler raises while we wait does. In a
 forked child nothing is done: the state that the hooks guard is its parent's. Used by `checkpoint.capture.optimizer_fence` and `checkpoint.survivors.update_window`.
@@ -15,6 +16,7 @@ forked child nothing is done: the state that the hooks guard is its parent's. Us
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import signal
@@ -22,13 +24,16 @@ import sys
 import threading
 import traceback
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.checkpoint.device import accelerator
 
@@ -45,6 +50,7 @@ class Steps:
         optimizers: those whose state is saved. Their parameters are what a step is judged by.
         before: called before such a step, in the thread that steps.
         after: called with the optimizer behind it, unless it raised.
+        skipped: called with the optimizer when a `GradScaler` has left out such a step.
         recorded: called instead of both when the step is recorded into a graph, in the thread that records.
         warn: whether another optimizer over the same parameters is named in the log, once.
 
@@ -59,11 +65,13 @@ class Steps:
         *,
         before: Callable[[], None] = lambda: None,
         after: Callable[[Optimizer], None] = lambda _: None,
+        skipped: Callable[[Optimizer], None] = lambda _: None,
         recorded: Callable[[], None] = lambda: None,
         warn: bool = False,
     ) -> None:
         self.begun, self.captured = 0, False
         self._before, self._after, self._recorded, self._warn = before, after, recorded, warn
+        self._skipped = skipped
         self._given = list(optimizers)
         self._pid = os.getpid()
         self._hooks: list[Any] = []
@@ -72,6 +80,7 @@ class Steps:
         if self._given:
             self._hooks.append(register_optimizer_step_pre_hook(_Hook(self._begin)))
             self._hooks.append(register_optimizer_step_post_hook(_Hook(self._end)))
+            self._hooks.append(register_skipped_step_hook(self._skip))
 
     def under_way(self) -> set[int]:
         """Returns the identifiers of the threads that are within a step now; one that raised has ended."""
@@ -89,11 +98,16 @@ class Steps:
         if threading.get_ident() not in self._inside:
             return False
         frame: FrameType | None = sys._getframe()
-        codes = set[CodeType | None]()
-        while frame is not None and frame.f_code.co_filename != _AROUND_STEPS:
-            codes.add(frame.f_code)
+        handlers, is_handled, is_ours = _handlers(), False, False
+        while frame is not None:
+            if frame.f_code.co_filename == _AROUND_STEPS:
+                if is_handled and not is_ours:
+                    return True
+                is_ours = False  # around this step there may be another one, which has written a part
+            is_handled = is_handled or _is_of_a_handler(frame, handlers)
+            is_ours = is_ours or frame.f_code is _Hook.__call__.__code__
             frame = frame.f_back
-        return frame is not None and _Hook.__call__.__code__ not in codes and not _handlers().isdisjoint(codes)
+        return False
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -121,6 +135,10 @@ class Steps:
                 self._inside[thread] = left
             self._after(optimizer)
 
+    def _skip(self, optimizer: Optimizer) -> None:
+        if self._concerns(optimizer):
+            self._skipped(optimizer)
+
     def _concerns(self, optimizer: Optimizer) -> bool:
         if os.getpid() != self._pid:
             return False
@@ -143,6 +161,43 @@ class Steps:
                 type(optimizer).__name__,
             )
         return shared
+
+
+class _Scalers:
+    """Wraps `GradScaler.step` of this process, once: which calls made no step."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[int, Callable[[Optimizer], None]] = OrderedDict()
+        self._made = threading.local()  # whether an optimizer made a step since the last look, in each thread
+        register_optimizer_step_post_hook(_Hook(self._note))
+        original = GradScaler.step
+
+        @functools.wraps(original)
+        def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not self.hooks or torch.compiler.is_compiling():
+                return original(scaler, optimizer, *args, **kwargs)
+            self._made.here = False
+            result = original(scaler, optimizer, *args, **kwargs)
+            if not self._made.here:
+                for hook in list(self.hooks.values()):
+                    hook(optimizer)
+            return result
+
+        GradScaler.step = step  # type: ignore[method-assign, assignment]
+
+    def _note(self, _: Optimizer) -> None:
+        self._made.here = True
+
+
+_scalers = functools.cache(_Scalers)
+
+
+def register_skipped_step_hook(call: Callable[[Optimizer], None]) -> RemovableHandle:
+    """Calls back when a `GradScaler` has left out the step of an optimizer, whose gradients overflowed, until the handle is removed."""
+    hooks = _scalers().hooks
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = _Hook(call)
+    return handle
 
 
 def _steps(frame: FrameType | None) -> bool:
@@ -171,8 +226,25 @@ def _inner(optimizer: Optimizer) -> list[Optimizer]:
 
 def _of_a_handler(error: BaseException) -> bool:
     """Return whether a signal's handler of the user's raised it, while the hook waited."""
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return not _handlers().isdisjoint(frames)
+    handlers = _handlers()
+    return any(_is_of_a_handler(frame, handlers) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _is_of_a_handler(frame: FrameType, handlers: set[CodeType | None]) -> bool:
+    """Return whether a frame is that of a signal's handler: it is one now, or was given the frame that it interrupts.
+
+    Many a handler sets another one in its place before it does anything else.
+    """
+    code, caller = frame.f_code, frame.f_back
+    if code in handlers:
+        return True
+    num_named = code.co_argcount + code.co_kwonlyargcount
+    num_names = num_named + bool(code.co_flags & inspect.CO_VARARGS)
+    if caller is None or num_names < 1:
+        return False
+    values = [frame.f_locals.get(name) for name in code.co_varnames[:num_names]]
+    given = (*values[:num_named], *(values[num_named] or () if num_names > num_named else ()))
+    return any(value is caller for value in given)
 
 
 def _handlers() -> set[CodeType | None]:

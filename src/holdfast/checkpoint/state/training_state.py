@@ -156,10 +156,10 @@ class State:
         """The keys that dicts had when the script began, by name: others came later, and may go when it goes back. And the settings that are checked."""
         return {part.name: part.began for part in self._parts if isinstance(part, DictPart | SettingsCheck)}
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer made a step."""
+    def stepped(self, optimizer: Optimizer, *, made: bool = True) -> None:
+        """An optimizer made a step, or a `GradScaler` left it out: either has used the gradients."""
         self.gradients.stepped(optimizer)
-        for check in self._checks:
+        for check in self._checks if made else ():
             check.stepped(optimizer)
 
     @property

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.state import unsaved_state
 from holdfast.checkpoint.state.loop_values import CarriedPart
+from holdfast.checkpoint.state.step_observer import register_skipped_step_hook
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.loop_analysis import around
@@ -46,7 +47,10 @@ class Proof:
         self._living: dict[str, str] = {}
         self._changed: set[str] = set()
         self.is_child = False
-        self._handle = register_optimizer_step_post_hook(self._count)
+        self._handles = [
+            register_optimizer_step_post_hook(self._count),
+            register_skipped_step_hook(self._skipped),
+        ]
         self._check.begin(objects)
         self.is_child = self._check.child
         self._tell_why()
@@ -99,7 +103,8 @@ class Proof:
 
     def end(self) -> None:
         """Compares nothing more; calling it again does nothing."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._check.end()
 
     def _stepped(self) -> bool:
@@ -111,6 +116,11 @@ class Proof:
         state = self._check.state() if self.is_child else None  # which nobody else tells there
         if state is not None and any(optimizer is each for each in state.optimizers):
             state.stepped(optimizer)
+
+    def _skipped(self, optimizer: Optimizer) -> None:
+        state = self._check.state() if self.is_child else None
+        if state is not None and any(optimizer is each for each in state.optimizers):
+            state.stepped(optimizer, made=False)
 
     def _tell_why(self) -> None:
         if self._check.reason and self._says:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from holdfast.base.errors import StorageBusy
+from holdfast.tiers.wire.latch import Changes, Latch
 
 # The slowest storage that is worth waiting for, in either direction.
 SLOWEST_BYTES_PER_S = 1 << 20
@@ -42,8 +45,9 @@ class ReadLimit:
         self.limit_s = patience_s + at_once / SLOWEST_BYTES_PER_S
         self._where = where
         self._moved_s = time.monotonic()
-        self._changed = threading.Condition()
-        self._num_writing = 0
+        # Without a lock, which a signal's handler that raises in between would keep.
+        self._written = Changes()
+        self._writing = deque[None]()  # one for each that writes
         self._is_over = False
 
     def moved(self, num_bytes: int) -> None:  # noqa: ARG002 - a callback that others count bytes with
@@ -61,15 +65,22 @@ class ReadLimit:
             StorageBusy: nothing arrived for long; the thread may go on for itself. Else what the work raises.
         """
         self.moved(0)
-        future: Future[T] = Future()
-        thread = threading.Thread(target=_do, args=(work, future), name="holdfast reading", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system allows no more threads: it is done here, without a limit
-            return work()
+        todo, ended, found, failed = deque([work]), Latch(), list[T](), list[BaseException]()
+
+        def do() -> None:
+            try:
+                found.append(todo.pop()())
+            except BaseException as error:  # noqa: BLE001  # raised by whoever waits for it
+                failed.append(error)
+            ended.set()
+
         said_s = 0.0
         try:
-            while not future.done():
+            try:
+                _start(threading.Thread(target=do, name="holdfast reading", daemon=True))
+            except RuntimeError:  # the system allows no more threads: it is done here, without a limit
+                return work()
+            while not ended.is_set():
                 waited_s = time.monotonic() - self._moved_s
                 left_s = self.limit_s - waited_s
                 said_s = min(said_s, waited_s)  # something arrived
@@ -85,48 +96,50 @@ class ReadLimit:
                         remedy="check the disk or the server, its mount and the kernel's log; a process whose disk hangs ends "
                         "when that answers",
                     )
-                wait([future], min(left_s, SAY_S))
+                ended.wait(min(left_s, SAY_S))
         except StorageBusy:
             self._give_up()
             raise
         except BaseException:
             self._give_up()
-            thread.join(self.limit_s)  # each stream ends with the chunk that it reads
+            try:
+                todo.pop()
+            except IndexError:  # somebody has begun it
+                ended.wait(self.limit_s)  # each stream ends with the chunk that it reads
             raise
-        return future.result()
+        if failed:
+            raise failed.pop()
+        return found[0]
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[bool]:
         """Holds up giving up for the block; False: it has come first, and what was read is nobody's any more."""
-        with self._changed:
-            if not self._is_over:
-                self._num_writing += 1
-            is_wanted = not self._is_over
+        self._writing.append(None)  # before the look: who gives up says so first, and looks then
         try:
-            yield is_wanted
+            yield not self._is_over
         finally:
-            if is_wanted:
-                with self._changed:
-                    self._num_writing -= 1
-                    self._changed.notify_all()
+            self._writing.pop()
+            self._written.tell()
 
     def _give_up(self) -> None:
         """Nothing is written when this returns, nor later, also if it is interrupted."""
-        interrupted: BaseException | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._is_over = True
-                    self._changed.wait_for(lambda: not self._num_writing)
-                break
-            except BaseException as error:  # noqa: BLE001  # raised below
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
+        try:
+            self._is_over = True
+            while self._writing:
+                with self._written.next() as change:
+                    if self._writing:
+                        change.wait(math.inf)
+        except BaseException:
+            self._give_up()
+            raise
 
 
-def _do(work: Callable[[], T], future: Future[T]) -> None:
+def _start(thread: threading.Thread) -> None:
+    """Starts it. What a signal's handler raises meanwhile stays what it is: the standard library may make a RuntimeError of it."""
+    before = sys.exc_info()[1]
     try:
-        future.set_result(work())
-    except BaseException as error:  # noqa: BLE001  # raised by whoever waits for it
-        future.set_exception(error)
+        thread.start()
+    except RuntimeError as error:
+        if error.__context__ is None or error.__context__ is before:
+            raise
+        raise error.__context__ from None
