@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +19,8 @@ from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker
-from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, never
-from holdfast.core.model import Level, Version
+from holdfast.checkpoint.save.save_handle import LOOK_S, SaveHandle, as_level, never
+from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import _Waiting
 from holdfast.keeper.rpc.messages import Progress
@@ -123,6 +123,33 @@ def test_what_a_handler_raises_while_storage_is_read_is_raised_as_it_is_and_at_o
         sys.setprofile(None)
         signal.signal(signal.SIGUSR1, before)
     assert 50 < moment < MOST
+
+
+def test_a_handler_that_asks_storage_while_its_thread_does_waits_for_nothing_of_its_own() -> None:
+    """The look runs in another thread, and lasts until the handler has come."""
+    took_s = list[float]()
+
+    def looks(_: Version) -> bool:
+        if not took_s:
+            signal.raise_signal(signal.SIGUSR1)
+            time.sleep(0.1)
+        return False
+
+    def handle(*_: object) -> None:
+        took_s.append(began := time.monotonic())
+        save.ask_again()
+        took_s[0] = time.monotonic() - began
+
+    link: Any = SimpleNamespace(client=None, last_client=None)
+    facts: dict[str, Any] = {"settle": lambda _: None, "topology": Topology(("",), (0,)), "timeout_s": 1.0}
+    save = SaveHandle(Version(1, 3), Level.DURABLE, link=link, in_storage=looks, **facts)
+    link.client = SimpleNamespace(persist=lambda _: None)  # another keeper than the one that was asked
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        save.ask_again()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert took_s[0] < LOOK_S / 2
 
 
 def test_who_closes_while_its_thread_holds_the_fence_waits_for_nothing() -> None:

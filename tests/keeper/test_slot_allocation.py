@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from holdfast.core.model import Level
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.tiers.memory import memory_pages
 from holdfast.tiers.memory import slots as slot_memory
+from holdfast.tiers.memory.slots import Slot
 from keeper.rig import TIMEOUT_S, Rig, Trainer, eventually, reached, save_all
 from keepers_kit import wait_ended
 
@@ -207,6 +209,7 @@ def test_slots_of_an_answer_that_came_too_late_are_sent_again(make_rig: MakeRig,
     eventually(lambda: "unpopulated" not in states(rig, 0))
     keeper = rig.pid_of(rig.keeper(0))
     os.kill(keeper, signal.SIGSTOP)
+    eventually(lambda: psutil.Process(keeper).status() == psutil.STATUS_STOPPED)
     try:
         with pytest.raises(KeeperLost, match="did not answer"):
             asked()
@@ -252,6 +255,38 @@ def test_a_slot_that_comes_while_an_earlier_answer_is_mapped_stays(
     goes_on.set()
     assert prepared()
     assert all(slot.view[:1] == b"\0" for slot in (first(), second()))
+
+
+def test_a_slot_whose_mapping_a_handler_breaks_off_is_mapped_by_who_waits_for_it(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [trainer] = make_rig().start(prepare=False)
+    client, size = trainer.client, trainer.num_bytes
+    client.prepare(size, 2, num_ready=0)
+    eventually(lambda: "unpopulated" not in states(trainer.rig, 0))
+    populate, asked, saves = memory_pages.populate, list[bool](), threading.get_ident()
+
+    def interrupted(pages: mmap.mmap) -> None:
+        if threading.get_ident() != saves:
+            return populate(pages)
+        prepared.append(in_background(lambda: client.prepare(size, 2)))
+        eventually(lambda: asked)
+        raise TimeoutError
+
+    def waits(number: int, timeout_s: float) -> Slot:
+        asked.append(True)
+        return wait(number, timeout_s)
+
+    prepared, wait = list[Callable[[], Any]](), client._slot
+    monkeypatch.setattr(client, "_slot", waits)
+    monkeypatch.setattr(memory_pages, "populate", interrupted)
+    with pytest.raises(TimeoutError):
+        trainer.begin(1)
+    began = time.monotonic()
+    assert len(prepared[0]()) == 2
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    client.abandon(trainer.version(1), "its call was interrupted")
+    reached([trainer], trainer.save(2), Level.CAPTURED)
 
 
 def test_an_error_of_a_handler_while_a_slot_is_mapped_leaves_no_descriptor(

@@ -185,14 +185,15 @@ class GradientsPart(TransientPart):
         )
         for number, (key, parameter) in enumerate(parameters.items()):
             grad, name = parameter.grad, self._names.get(key)
-            is_cleared = key in cleared
-            if grad is not None and key in lives and not is_cleared:
+            if key in cleared and name is not None:
+                zero.append(name)
+            elif grad is not None and key in lives:
                 self._living[str(number)] = parameter, _seen(grad)
             elif name is not None:
                 stays = grad is not None and living_gradients.may_be_zero(parameter, grad)
                 # In place by a write that torch does not count, as `fully_shard`'s are not; and not known yet to be cleared so.
                 stays = stays and (key in self._stays or living_gradients.is_zero(parameter))
-                (zero if is_cleared or stays else absent).append(name)
+                (zero if stays else absent).append(name)
         if zero and not held:
             self._zero = (True, absent) if len(absent) < len(zero) else (False, zero)
         self._plain = self._plain + 1 if all_stepped and not self._living and not self._zero else 0

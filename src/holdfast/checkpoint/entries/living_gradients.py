@@ -180,23 +180,20 @@ def is_zero(parameter: torch.Tensor) -> bool:
 
     It takes a microsecond or two, and as long as one read if it is zero.
     """
-    if (memory := _host_memory(parameter)) is None:
+    if (memory := host_memory(parameter)) is None:
         return False
     address, num_bytes = memory
     head = min(num_bytes, len(_ZEROS))  # the rest is zero if each of its bytes equals the one so far before it
     return same_memory(address, _ZEROS, head) and same_memory(address + head, address, num_bytes - head)
 
 
-def zero_ends(parameter: torch.Tensor) -> tuple[bool, bool]:
-    """Return whether the first, and whether the last 2,048 bytes of the gradient of a parameter are all zero; False where `is_zero` does not look."""
-    if parameter.grad is None or (memory := _host_memory(parameter)) is None:
-        return False, False
-    address, num_bytes = memory
+def zero_ends(address: int, num_bytes: int) -> tuple[bool, bool]:
+    """Return whether the first, and whether the last 2,048 bytes of memory are all zero."""
     end = min(num_bytes, len(_ZEROS) // 2)
     return same_memory(address, _ZEROS, end), same_memory(address + num_bytes - end, _ZEROS, end)
 
 
-def _host_memory(parameter: torch.Tensor) -> tuple[int, int] | None:
+def host_memory(parameter: torch.Tensor) -> tuple[int, int] | None:
     """Returns address and bytes of a gradient that could be that of `put_zero`; None for one that is not, or not in host memory."""
     assert parameter.grad is not None
     grad = local_of(parameter.grad)

@@ -33,11 +33,15 @@ import torch
 logger = logging.getLogger(__name__)
 
 _WORD = 8
+_FEW = 4096  # bytes
 # So many bytes are searched of torch's tensor, its storage, and its counter of writes.
 _SEARCHED, _SEARCHED_STORAGE, _SEARCHED_COUNTER = 192, 64, 24
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memcmp.restype = ctypes.c_int
+# Of few bytes, to give the interpreter's lock away and take it again would be most of the time.
+_few = ctypes.PyDLL(None).memcmp
+_few.argtypes, _few.restype = _libc.memcmp.argtypes, ctypes.c_int
 _count, _impl = operator.attrgetter("_version"), operator.attrgetter("_cdata")
 
 
@@ -57,8 +61,9 @@ def foreign(first: int, end: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def same_memory(one: int, other: int | bytes, num_bytes: int) -> bool:
-    """Return whether the bytes from two addresses on are the same; releases the interpreter's lock, and ends at the first that differs."""
-    return not num_bytes or _libc.memcmp(one, other, num_bytes) == 0
+    """Return whether the bytes from two addresses on are the same; ends at the first that differs, and releases the interpreter's lock for many."""
+    compare = _few if num_bytes <= _FEW else _libc.memcmp
+    return not num_bytes or bool(compare(one, other, num_bytes) == 0)
 
 
 class Words:

@@ -10,6 +10,7 @@ report reads the two ends, and all of each in turn. That is enough where all of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -27,6 +28,8 @@ class ZeroedGradients:
     def __init__(self) -> None:
         self._reports = 0
         self._proven: dict[int, int] = {}  # by a parameter's id: how many looks in a row found its gradient zero
+        # By a parameter's id: its gradient as it was seen last, and where it lies.
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
         self._had_numbers: set[int] = set()  # ids of parameters of which both ends were not zero when a step used them
 
     def used(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -34,7 +37,8 @@ class ZeroedGradients:
         for parameter in parameters:
             key = id(parameter)
             if self._proven.get(key, 0) >= FULL_FIRST:
-                had = not any(living_gradients.zero_ends(parameter)) and parameter.grad is not None
+                memory = self._memory(parameter)
+                had = memory is not None and not any(living_gradients.zero_ends(*memory))
                 (self._had_numbers.add if had else self._had_numbers.discard)(key)
 
     def found(self, candidates: Mapping[int, tuple[torch.Tensor, bool]]) -> set[int]:
@@ -53,7 +57,7 @@ class ZeroedGradients:
             and (self._reports + number) % IN_TURN
         }
         looks = (
-            all(living_gradients.zero_ends(p)) if key in at_its_ends else living_gradients.is_zero(p)
+            self._is_zero_at_its_ends(p) if key in at_its_ends else living_gradients.is_zero(p)
             for key, (p, _) in candidates.items()
         )
         zero = {key for key, is_zero in zip(candidates, looks, strict=True) if is_zero}
@@ -61,3 +65,19 @@ class ZeroedGradients:
             zero -= {key for key in at_its_ends & zero if not living_gradients.is_zero(candidates[key][0])}
         self._proven = {key: self._proven.get(key, 0) + 1 for key in zero}
         return zero
+
+    def _is_zero_at_its_ends(self, parameter: torch.Tensor) -> bool:
+        memory = self._memory(parameter)
+        return memory is not None and all(living_gradients.zero_ends(*memory))
+
+    def _memory(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Returns address and bytes of a gradient in host memory; of one that is as it was seen last, without asking for all that it is."""
+        if (grad := parameter.grad) is None:
+            return None
+        seen = self._seen.get(id(parameter))
+        if seen and seen[0]() is grad and (grad.data_ptr(), grad.nbytes) == seen[1] and grad.is_contiguous():
+            return seen[1]
+        found = living_gradients.host_memory(parameter)
+        if found is not None and type(grad) is torch.Tensor:
+            self._seen[id(parameter)] = weakref.ref(grad), found
+        return found

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +30,7 @@ from holdfast.tiers.memory.slots import Slot
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.unread_chunks import UnreadChunks
 from holdfast.tiers.wire import frames
+from holdfast.tiers.wire.latch import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,10 @@ class NoSlotYet(LevelNotReached):
     """No slot is there in time for a version, and the rank may come back to it: nobody was told that it is given up."""
 
 
+class _BrokenOffError(LevelNotReached):
+    """A slot is mapped by nobody: the thread that was at it was interrupted, or could not."""
+
+
 class KeeperClient(KeeperViewer):
     """One connection of a rank to the keeper of its node. Use `connect`; safe to call from several threads.
 
@@ -80,7 +87,8 @@ class KeeperClient(KeeperViewer):
         self.begun: dict[int, Version] = {}
         self._slots: dict[int, Slot] = {}
         self._coming: dict[int, int] = {}  # slots that a thread maps, with its number
-        self._mapped = threading.Condition()  # guards both; several threads map them
+        self._mapping = threading.RLock()  # guards both; several threads map them
+        self._mapped = Changes()
         self._is_detached = False
         self._preparing = threading.Lock()
 
@@ -150,11 +158,14 @@ class KeeperClient(KeeperViewer):
             frames.close_fds(self._call(request, messages.Slots, limit_s)[1])
             return ()
         with self._preparing:
-            request = msgspec.structs.replace(request, mapped=self._have())
-            reply, fds = self._call(request, messages.Slots, limit_s)
-            self._map(reply.sent, fds)
-            slots = [self._slot(number, limit_s) for number in reply.slot_ids]
-            with self._mapped:
+            slots: list[Slot] | None = None
+            while slots is None:
+                request = msgspec.structs.replace(request, mapped=self._have())
+                reply, fds = self._call(request, messages.Slots, limit_s)
+                self._map(reply.sent, fds)
+                with suppress(_BrokenOffError):  # it is sent again
+                    slots = [self._slot(number, limit_s) for number in reply.slot_ids]
+            with self._mapping:
                 # Outgrown, and no longer needed. What came since we asked is of a later answer, and stays.
                 for number in set(self._slots).intersection(request.mapped).difference(reply.slot_ids):
                     self._slots.pop(number).close()
@@ -171,7 +182,7 @@ class KeeperClient(KeeperViewer):
         frames.close_fds(got)
         if len(reply.slot_ids) != len(slots):
             raise KeeperError("the keeper adopted another number of slots than it was given")
-        with self._mapped:
+        with self._mapping:
             for slot, number in zip(slots, reply.slot_ids, strict=True):
                 slot.slot_id = number
                 self._slots[number] = slot
@@ -322,10 +333,10 @@ class KeeperClient(KeeperViewer):
     def detach(self) -> tuple[Slot, ...]:
         """Ends the connection, but keeps the slots mapped, to be handed to the next keeper by `adopt`."""
         self._caller.close()
-        with self._mapped:
+        with self._mapping:
             self._is_detached = True
             slots, self._slots = tuple(self._slots.values()), {}
-            self._mapped.notify_all()
+        self._mapped.tell()
         return slots
 
     # --- inside
@@ -343,44 +354,50 @@ class KeeperClient(KeeperViewer):
 
     def _map_one(self, number: int, fd: int) -> None:
         me = threading.get_ident()
-        with self._mapped:
-            if number in self._slots or self._coming.get(number, me) != me:  # two answers had it
-                frames.close_fds([fd])
-                return
-            self._coming[number] = me
         try:
+            with self._mapping:
+                if number in self._slots or self._coming.get(number, me) != me:  # two answers had it
+                    frames.close_fds([fd])
+                    return
+                self._coming[number] = me
             slot = Slot.adopt(fd, slot_id=number)
-            with self._mapped:
+            with self._mapping:
                 if self._is_detached:  # nobody looks after it any more
                     slot.close()
                     raise KeeperLost("the connection is closed")
                 if self._slots.setdefault(number, slot) is not slot:  # a signal's handler has mapped it in between
                     slot.close()
-                self._mapped.notify_all()
         finally:
-            with self._mapped:
-                self._coming.pop(number, None)
+            with self._mapping:
+                if self._coming.get(number) == me:
+                    del self._coming[number]
+            self._mapped.tell()
 
     def _have(self) -> tuple[int, ...]:
         """The slots that are mapped here, or that another thread of ours maps: the keeper sends all others."""
         me = threading.get_ident()
-        with self._mapped:
-            return (*self._slots, *(number for number, thread in self._coming.items() if thread != me))
+        with self._mapping:
+            return (*self._slots, *(number for number, thread in list(self._coming.items()) if thread != me))
 
     def _slot(self, number: int, timeout_s: float) -> Slot:
         """A slot that is mapped here, or is being mapped by another thread of ours.
 
         Raises:
-            LevelNotReached: it is not mapped in time. KeeperLost: the connection was closed meanwhile.
+            LevelNotReached: it is not mapped in time, or nobody is at it. KeeperLost: the connection was closed meanwhile.
         """
-        with self._mapped:
-            self._mapped.wait_for(lambda: number in self._slots or self._is_detached, timeout_s)
-            slot = self._slots.get(number)
-            if slot is not None:
-                return slot
-            if self._is_detached:
-                raise KeeperLost("the connection is closed")
-        raise LevelNotReached(f"slot {number} was not mapped within {timeout_s:g} s")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._mapped.next() as change:
+                is_coming = number in self._coming
+                slot = self._slots.get(number)  # behind that: it stands here before it is taken out there
+                if slot is not None:
+                    return slot
+                if self._is_detached:
+                    raise KeeperLost("the connection is closed")
+                if not is_coming:
+                    raise _BrokenOffError(f"who mapped slot {number} was interrupted")
+                if not change.wait(deadline - time.monotonic()):
+                    raise LevelNotReached(f"slot {number} was not mapped within {timeout_s:g} s")
 
     def _locate(self, ref: BundleRef, found: messages.Found, fds: list[int]) -> Located:
         slot = self._slots.get(found.slot_id)
