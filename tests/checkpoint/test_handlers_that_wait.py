@@ -542,3 +542,19 @@ def test_whichever_checkpointer_makes_steps_hears_sigterm(make: Make, tmp_path: 
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_who_was_closed_in_another_thread_keeps_no_sigterm_from_the_script(make: Make) -> None:
+    """Only the main thread may take a handler away."""
+    heard = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        checkpointer = make(Trainee())
+        checkpointer.restore()
+        thread = threading.Thread(target=checkpointer.abandon)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
