@@ -18,6 +18,7 @@ import torch
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
+from holdfast.checkpoint.job.slot_reservation import Reservation
 from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker
 from holdfast.checkpoint.save.save_handle import LOOK_S, SaveHandle, as_level, never
 from holdfast.core.model import Level, Topology, Version
@@ -123,6 +124,41 @@ def test_what_a_handler_raises_while_storage_is_read_is_raised_as_it_is_and_at_o
         sys.setprofile(None)
         signal.signal(signal.SIGUSR1, before)
     assert 50 < moment < MOST
+
+
+def test_what_a_handler_raises_while_slots_are_waited_for_is_raised_as_it_is_and_keeps_no_lock() -> None:
+    left = 0
+
+    def look(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handle(*_: object) -> None:
+        raise SystemExit
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        for moment in range(1, MOST):
+            client: Any = SimpleNamespace(alive=True)
+            slots, left = Reservation(client, 1, 2, lambda _: None), moment
+            with suppress(SystemExit):
+                sys.setprofile(look)
+                slots.wait(1, 0.002)
+                sys.setprofile(None)
+                assert left > 0, f"moment {moment}"
+                break
+            sys.setprofile(None)
+            other = threading.Thread(target=slots._end, args=(LevelNotReached("none"),), daemon=True)
+            other.start()
+            other.join(5.0)
+            assert not other.is_alive(), f"moment {moment}"
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    assert 10 < moment < MOST
 
 
 def test_a_handler_that_asks_storage_while_its_thread_does_waits_for_nothing_of_its_own() -> None:
