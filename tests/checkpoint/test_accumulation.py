@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import copy
 import json
 import runpy
 import subprocess
@@ -520,6 +521,27 @@ def test_gradients_of_a_step_that_a_scaler_left_out_are_used_up(
     assert not any(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler, about itself
+def test_a_step_that_a_scaler_leaves_out_in_what_torch_compiles_is_seen(make: Make) -> None:
+    model, optimizer = _linear()
+    scaler = torch.amp.GradScaler("cpu")
+    checkpointer = make(every="0", model=model, optimizer=optimizer, scaler=scaler)
+    checkpointer.restore()
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> None:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for factor in (1.0, torch.inf):
+        optimizer.zero_grad()
+        step(torch.full((4,), factor))
+    checkpointer._run.state.gradients.note()
+    assert not checkpointer._run.state.gradients._living
+    checkpointer.abandon()
+
+
 def test_gradients_that_are_added_up_beside_a_scaler_come_back(make: Make) -> None:
     model, optimizer = _linear()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -730,7 +752,8 @@ def test_a_version_of_before_it_was_known_that_a_gradient_is_never_cleared_is_to
     assert caplog.text.count("does not clear the gradient of weights.weights") == 1
 
 
-def test_torch_may_swap_other_tensors_into_the_place_of_gradients_and_parameters(make: Make) -> None:
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_torch_may_swap_other_tensors_into_the_place_of_gradients_and_parameters(make: Make, *, is_cleared: bool) -> None:
     """As `to` of a module does with `DTensor`, so of each model of `fully_shard`: it refuses what somebody refers to weakly."""
     model = torch.nn.Linear(3, 3)
     model.bias.requires_grad_(False)
@@ -740,14 +763,17 @@ def test_torch_may_swap_other_tensors_into_the_place_of_gradients_and_parameters
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        for step in range(4):
+        for step in range(8):
             model(torch.ones(3)).sum().backward()
             optimizer.step()
+            if is_cleared:
+                optimizer.zero_grad(set_to_none=False)
             checkpointer.step(step)
-            model.double().float()
+            if not is_cleared or step > 5:  # where they lie is known by then
+                model.double().float()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-    checkpointer.save(3).wait("captured")
+    checkpointer.save(7).wait("captured")
     checkpointer.abandon()
 
 
@@ -760,4 +786,22 @@ def test_a_parameter_that_no_optimizer_steps_is_followed_where_another_one_takes
     assert any(each is model.bias for each in gradients._parameters().values())
     del model.bias
     assert len(gradients._parameters()) == 1
+    checkpointer.abandon()
+
+
+def test_a_copy_of_a_gradient_that_was_used_up_lives(make: Make) -> None:
+    """It has the attributes of what it was copied from."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer: Any = make(model=model, optimizer=optimizer)
+    checkpointer.restore()
+    model(torch.ones(3)).sum().backward()
+    torch.nn.utils.clip_grad_value_([model.bias], 0.5)
+    optimizer.step()
+    model.bias.grad = copy.deepcopy(model.bias.grad)
+    assert model.bias.grad is not None
+    model.bias.grad.mul_(0.5)
+    gradients = checkpointer._run.state.gradients
+    gradients.note()
+    assert [parameter is model.bias for parameter, _ in gradients._living.values()] == [True]
     checkpointer.abandon()

@@ -16,6 +16,7 @@ forked child nothing is done: the state that the hooks guard is its parent's. Us
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 import os
@@ -26,6 +27,7 @@ import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -185,6 +187,7 @@ class _Scalers:
                     hook(optimizer)
             return result
 
+        _leave_uncompiled(step.__code__)
         GradScaler.step = step  # type: ignore[method-assign, assignment]
 
     def _note(self, _: Optimizer) -> None:
@@ -224,6 +227,14 @@ def _memory(optimizer: Optimizer) -> set[int]:
                 address = parameter.data_ptr()
                 found |= {-address} if address else set()
     return found
+
+
+def _leave_uncompiled(code: CodeType) -> None:
+    """Has torch.compile leave frames of a function alone, but not what it calls. What torch has for that in public takes a second to import."""
+    with suppress(ImportError, AttributeError, TypeError):  # another torch: compiled, it sees no step that is left out
+        compiler = importlib.import_module("torch._C._dynamo.eval_frame")
+        action = compiler._FrameAction
+        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def _inner(optimizer: Optimizer) -> list[Optimizer]:
