@@ -211,7 +211,12 @@ class GradientsPart(TransientPart):
     def _is_written_once(self, key: int, grad: torch.Tensor) -> bool:
         """Return whether torch counts one write to a gradient since the step that used it."""
         seen, now = self._used.get(key), _count(grad)
-        return seen is not None and seen[0] == living_gradients.number_of(grad) and isinstance(seen[1], int) and now == seen[1] + 1
+        return (
+            seen is not None
+            and seen[0] == living_gradients.number_of(grad)
+            and isinstance(seen[1], int)
+            and now == seen[1] + 1
+        )
 
     def fits(self, most: int) -> bool:
         """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""

@@ -74,7 +74,12 @@ class ZeroedGradients:
         if (grad := parameter.grad) is None:
             return None
         seen = self._seen.get(id(parameter))
-        if seen and seen[0] == living_gradients.number_of(grad) and (grad.data_ptr(), grad.nbytes) == seen[1] and grad.is_contiguous():
+        if (
+            seen
+            and seen[0] == living_gradients.number_of(grad)
+            and (grad.data_ptr(), grad.nbytes) == seen[1]
+            and grad.is_contiguous()
+        ):
             return seen[1]
         found = living_gradients.host_memory(parameter)
         if found is not None and type(grad) is torch.Tensor and (number := living_gradients.number_of(grad)):
