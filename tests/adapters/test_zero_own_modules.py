@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.adapters.zero_lines.nested.nested_script import Nest, find_nested
+from holdfast.adapters.zero_lines.nested.nested_script import Nest
 from holdfast.adapters.zero_lines.nested.texts_of_start import are_alike
-from holdfast.adapters.zero_lines.own_modules import OwnFinder, find_in_modules, with_own_modules
+from holdfast.adapters.zero_lines.own_modules import OwnFinder, find_in_modules, find_in_script
 from holdfast.adapters.zero_lines.script_text import HOOK
 
 LOOP = "def train(batches, model, optimizer):\n    for x in batches:\n        model(x).backward()\n        optimizer.step()\n"
@@ -66,9 +66,9 @@ def test_names_of_the_start_are_found_across_own_modules(tmp_path: Path) -> None
         "path = 'runs/' + conf.NOW\nlog, args.uid = Log(path), uuid.uuid4().hex\nother = conf.OTHER\n"
         "for step in range(3):\n    loss.backward()\n    optimizer.step()\n"
     )
-    nest = find_nested(script)
+    nest = find_in_script(str(tmp_path / "train.py"), script)
     assert isinstance(nest, Nest)
-    found = with_own_modules(nest, str(tmp_path / "train.py"), script).started
+    found = nest.started
     assert {"NOW", "path", "place", "uid"} <= found
     assert not {"other", "OTHER", "step", "loss"} & found
 

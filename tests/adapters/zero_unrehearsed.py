@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adapters.zero_zoo import Case
+from adapters.zero_zoo import STEP, Case
 
 PACKAGE = """
 import torch
@@ -44,7 +44,94 @@ def weight():
 """
 BESIDE = 'sys.path.insert(0, os.path.join(os.path.dirname(os.environ["MARK"]), "src"))\n'
 
+# A file and a directory that the script makes itself, as ones of its own.
+LOG = "path = os.environ['MARK'] + '.log'\nlog = open(path, 'w')\n"
+OUT = "import glob, shutil\nout = os.environ['MARK'] + '.d'\nshutil.rmtree(out, ignore_errors=True); os.makedirs(out)\n"
+WRITES, TRAINS_BY = "log.write('row\\n'); log.flush()", "goes into the training"
+CLOCK = "import time\nsince = time.time()\n"
+
 CASES: dict[str, Case] = {
+    # What a restart is told otherwise, and goes into the training.
+    "place in a log": Case(
+        f"'log.tell()' (line 20) {TRAINS_BY} (line 22)", pre=LOG, body=WRITES, scale="(1 + log.tell() / 100)"
+    ),
+    "end of a log": Case(TRAINS_BY, pre=LOG, body=WRITES, scale="(1 + log.seek(0, 2) / 100)"),
+    "size of a log": Case(TRAINS_BY, pre=LOG, body=WRITES, scale="(1 + os.path.getsize(path) / 100)"),
+    "size of a log of a path": Case(
+        TRAINS_BY,
+        pre=f"import pathlib\n{LOG}def rows():\n    return pathlib.Path(path).stat().st_size // 4",
+        body=WRITES,
+        scale="(1 + rows())",
+    ),
+    "lines of a log that is read back": Case(
+        "a file, is written in the loop and then read",
+        pre=LOG,
+        step=f"{WRITES}\nrows = len(open(path).readlines())\n{STEP}",
+        scale="rows",
+        body="",
+    ),
+    "files in its own directory": Case(
+        TRAINS_BY, pre=OUT, body="torch.save(step, f'{out}/{step}.pt')", scale="(1 + len(os.listdir(out)))"
+    ),
+    "files in its own directory, by glob": Case(
+        TRAINS_BY, pre=OUT, body="torch.save(step, f'{out}/{step}.pt')", scale="(1 + len(glob.glob(out + '/*.pt')))"
+    ),
+    "file of its own that is there": Case(
+        TRAINS_BY,
+        pre="import pathlib\nmade = pathlib.Path(os.environ['MARK'] + '.pt')",
+        scale="(2 if step and made.exists() else 1)",
+        body="if step == 0: made.unlink(missing_ok=True)\nif step == 5: torch.save(step, made)",
+    ),
+    "time in a list, and an end by it": Case(
+        f"what 'time.time()' (line 15) tells {TRAINS_BY}",
+        pre="import time\nsince = [time.time()]",
+        body="if time.time() - since[0] > 1000: break",
+    ),
+    "time in a dict, and a rate by it": Case(
+        TRAINS_BY,
+        pre="import time\nrun = {'since': time.time()}",
+        body="for group in optimizer.param_groups: group['lr'] = 0.1 if time.time() - run['since'] < 1000 else 0.01",
+    ),
+    "time in a closure, and a loss by it": Case(
+        TRAINS_BY,
+        pre="from time import perf_counter\ndef clock():\n    since = perf_counter()\n    return lambda: perf_counter() - since\nspent = clock()",
+        scale="(1 if spent() < 1000 else 2)",
+    ),
+    "time in an object, and a step by it": Case(
+        TRAINS_BY,
+        pre="import time\nclass Clock:\n    def __init__(self): self.since = time.time()\n    def is_late(self): return time.time() > self.since + 1000\nclock = Clock()",
+        step="loss = model(torch.randn(2, 4)).square().mean()\nif clock.is_late(): continue\noptimizer.zero_grad(); loss.backward(); optimizer.step()\n",
+    ),
+    "seed of a time in a list": Case(
+        TRAINS_BY, pre="import time\nsince = [time.time()]", body="random.seed(since[0] + step)"
+    ),
+    "number of the process": Case(TRAINS_BY, scale="(1 if os.getpid() else 2)"),
+    "hash of a text": Case(TRAINS_BY, pre="word = 'abc'", scale="(1 if hash(word) % 7 < 7 else 2)"),
+    "line of the standard input": Case(TRAINS_BY, scale="(1 + len(sys.stdin.readline()))"),
+    "arguments that are taken": Case(
+        "'sys.argv' changes in the loop", pre="sys.argv += list('abcdefghijkl')", scale="(1 + ord(sys.argv.pop()))"
+    ),
+    # And what is only told.
+    "times that are told": Case(
+        pre=f"{CLOCK}rows = open(os.environ['MARK'] + '.csv', 'a')\n"
+        "class Meter:\n    def __init__(self): self.sum = self.n = 0\n    def update(self, value): self.sum += value; self.n += 1\nseconds, losses = Meter(), Meter()",
+        body="spent = time.time() - since\nseconds.update(spent); losses.update(loss.item())\nrows.write(f'{step},{spent}\\n')\n"
+        "if spent > 1000: print('late')\nsince = time.time()\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + losses.sum / losses.n)",
+        shown="losses.sum",
+    ),
+    "size of a log that is told": Case(
+        pre=LOG,
+        body=f"{WRITES}\nif os.path.getsize(path) > 1000: print('large')\nsys.stderr.write(f'{{log.tell()}} {{os.stat(path).st_size}}\\n')\n",
+    ),
+    "file that stops it": Case(
+        pre="import pathlib\nstop = pathlib.Path(os.environ['MARK'] + '.stop')",
+        body="if stop.exists(): break",
+        shown="step",
+    ),
+    "directory that is made, and emptied": Case(
+        pre=OUT,
+        body="if not os.path.exists(out): os.mkdir(out)\ntorch.save(step, f'{out}/{step}.pt')\nfor old in sorted(os.listdir(out))[:-2]: os.remove(f'{out}/{old}')",
+    ),
     "dropout that decays": Case(
         body="model[1].p *= 0.8",
         shown="model[1].p",

@@ -728,3 +728,36 @@ def test_a_version_of_before_it_was_known_that_a_gradient_is_never_cleared_is_to
     whole, again = weights_of_losses(make, 0)
     assert not all(map(torch.equal, whole, again))
     assert caplog.text.count("does not clear the gradient of weights.weights") == 1
+
+
+def test_torch_may_swap_other_tensors_into_the_place_of_gradients_and_parameters(make: Make) -> None:
+    """As `to` of a module does with `DTensor`, so of each model of `fully_shard`: it refuses what somebody refers to weakly."""
+    model = torch.nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+    checkpointer = make(model=model, optimizer=optimizer)
+    checkpointer.restore()
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for step in range(4):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            checkpointer.step(step)
+            model.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    checkpointer.save(3).wait("captured")
+    checkpointer.abandon()
+
+
+def test_a_parameter_that_no_optimizer_steps_is_followed_where_another_one_takes_its_place(make: Make) -> None:
+    model = torch.nn.Linear(3, 3)
+    checkpointer: Any = make(model=model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
+    checkpointer.restore()
+    model.load_state_dict({name: value + 1.0 for name, value in model.state_dict().items()}, assign=True)
+    gradients = checkpointer._run.state.gradients
+    assert any(each is model.bias for each in gradients._parameters().values())
+    del model.bias
+    assert len(gradients._parameters()) == 1
+    checkpointer.abandon()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +18,10 @@ import torch
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
+from holdfast.checkpoint.job.slot_reservation import Reservation
 from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker
-from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, never
-from holdfast.core.model import Level, Version
+from holdfast.checkpoint.save.save_handle import LOOK_S, SaveHandle, as_level, never
+from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import _Waiting
 from holdfast.keeper.rpc.messages import Progress
@@ -123,6 +124,68 @@ def test_what_a_handler_raises_while_storage_is_read_is_raised_as_it_is_and_at_o
         sys.setprofile(None)
         signal.signal(signal.SIGUSR1, before)
     assert 50 < moment < MOST
+
+
+def test_what_a_handler_raises_while_slots_are_waited_for_is_raised_as_it_is_and_keeps_no_lock() -> None:
+    left = 0
+
+    def look(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handle(*_: object) -> None:
+        raise SystemExit
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        for moment in range(1, MOST):
+            client: Any = SimpleNamespace(alive=True)
+            slots, left = Reservation(client, 1, 2, lambda _: None), moment
+            with suppress(SystemExit):
+                sys.setprofile(look)
+                slots.wait(1, 0.002)
+                sys.setprofile(None)
+                assert left > 0, f"moment {moment}"
+                break
+            sys.setprofile(None)
+            other = threading.Thread(target=slots._end, args=(LevelNotReached("none"),), daemon=True)
+            other.start()
+            other.join(5.0)
+            assert not other.is_alive(), f"moment {moment}"
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    assert 10 < moment < MOST
+
+
+def test_a_handler_that_asks_storage_while_its_thread_does_waits_for_nothing_of_its_own() -> None:
+    """The look runs in another thread, and lasts until the handler has come."""
+    took_s = list[float]()
+
+    def looks(_: Version) -> bool:
+        if not took_s:
+            signal.raise_signal(signal.SIGUSR1)
+            time.sleep(0.1)
+        return False
+
+    def handle(*_: object) -> None:
+        took_s.append(began := time.monotonic())
+        save.ask_again()
+        took_s[0] = time.monotonic() - began
+
+    link: Any = SimpleNamespace(client=None, last_client=None)
+    facts: dict[str, Any] = {"settle": lambda _: None, "topology": Topology(("",), (0,)), "timeout_s": 1.0}
+    save = SaveHandle(Version(1, 3), Level.DURABLE, link=link, in_storage=looks, **facts)
+    link.client = SimpleNamespace(persist=lambda _: None)  # another keeper than the one that was asked
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        save.ask_again()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert took_s[0] < LOOK_S / 2
 
 
 def test_who_closes_while_its_thread_holds_the_fence_waits_for_nothing() -> None:
@@ -513,5 +576,21 @@ def test_whichever_checkpointer_makes_steps_hears_sigterm(make: Make, tmp_path: 
         if other is not None:
             other.abandon()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_who_was_closed_in_another_thread_keeps_no_sigterm_from_the_script(make: Make) -> None:
+    """Only the main thread may take a handler away."""
+    heard = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        checkpointer = make(Trainee())
+        checkpointer.restore()
+        thread = threading.Thread(target=checkpointer.abandon)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -261,6 +261,36 @@ def test_a_step_of_another_thread_during_the_call_gives_it_up(
     assert checkpointer.save(NUM_PROOFS + 2).wait("captured", 60)
 
 
+def test_what_a_step_of_another_thread_wrote_is_not_taken_for_something_elses(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It begins once the state was looked at and copied, and writes before the next step compares the two."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    for parameter in trainee.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(trainee.model.parameters(), lr=1.0)
+    stepping = threading.Thread(target=optimizer.step, name="averaging")
+    saver = checkpointer._run.saver
+    ending = saver._ending
+
+    def steps(*args: Any) -> Any:
+        stepping.start()
+        stepping.join(60)
+        return ending(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "_ending", steps)
+        handle = checkpointer.save(0)
+    assert handle.given_up == "an optimizer stepped in another thread (averaging) while the state was looked at"
+    trainee.train()
+    assert checkpointer.save(1).wait("captured", 60)
+    assert "something other than an optimizer's step" not in caplog.text
+    assert saver._trust._refused == set()
+
+
 def test_a_step_that_begins_while_it_is_looked_who_steps_is_seen_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread was in no step yet when the stacks were read; another one, of which a step raised, gave cause to look."""
     slow = Slow([torch.nn.Parameter(torch.ones(2))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from holdfast.base.errors import KeeperLost
 from holdfast.keeper.rpc import messages
-from holdfast.keeper.rpc.caller import Caller, _Waiting
+from holdfast.keeper.rpc.caller import TELL_TIMEOUT_S, Caller, _Waiting
 from holdfast.tiers.wire import frames
 from holdfast.tiers.wire.latch import Latch
 from keeper.rig import eventually
@@ -61,6 +62,39 @@ def test_a_handler_that_raises_once_the_answer_is_there_leaves_no_descriptor(
         caller.call(ASKED, timeout_s=5)
     thread.join()
     eventually(lambda: num_open() == before)
+
+
+def test_a_keeper_that_reads_nothing_holds_nobody_up_for_longer_than_a_save_may_wait(
+    ends: tuple[Caller, frames.Channel],
+) -> None:
+    began = 0.0
+
+    def tell() -> None:
+        nonlocal began
+        while True:
+            began = time.monotonic()
+            ends[0].tell(messages.Cadence(reason="x" * 10_000))
+
+    with pytest.raises(KeeperLost, match="does not read"):
+        tell()
+    assert time.monotonic() - began < 2 * TELL_TIMEOUT_S
+
+
+def test_a_call_whose_request_left_late_waits_no_longer_for_the_answer(
+    ends: tuple[Caller, frames.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, _ = ends
+    send = frames.Channel.send
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5)
+        send(*args, **kwargs)
+
+    monkeypatch.setattr(frames.Channel, "send", late)
+    began = time.monotonic()
+    with pytest.raises(KeeperLost, match=r"did not answer within 0\.6 s"):
+        caller.call(ASKED, timeout_s=0.6)
+    assert time.monotonic() - began < 1.0
 
 
 def test_an_answer_that_comes_as_its_call_gives_up_leaves_no_descriptor(

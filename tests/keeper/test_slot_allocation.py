@@ -209,6 +209,7 @@ def test_slots_of_an_answer_that_came_too_late_are_sent_again(make_rig: MakeRig,
     eventually(lambda: "unpopulated" not in states(rig, 0))
     keeper = rig.pid_of(rig.keeper(0))
     os.kill(keeper, signal.SIGSTOP)
+    eventually(lambda: psutil.Process(keeper).status() == psutil.STATUS_STOPPED)
     try:
         with pytest.raises(KeeperLost, match="did not answer"):
             asked()

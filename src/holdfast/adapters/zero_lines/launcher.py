@@ -16,8 +16,8 @@ from holdfast.adapters.zero_lines.doubts import UNKEPT, say
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
 from holdfast.adapters.zero_lines.frameworks import Finder
 from holdfast.adapters.zero_lines.nested.nested_loop import KeptLoops, Unfit
-from holdfast.adapters.zero_lines.nested.nested_script import Nest, find_nested
-from holdfast.adapters.zero_lines.own_modules import OwnFinder, OwnLoops, find_in_modules, with_own_modules
+from holdfast.adapters.zero_lines.nested.nested_script import Nest
+from holdfast.adapters.zero_lines.own_modules import OwnFinder, OwnLoops, find_in_modules, find_in_script
 from holdfast.adapters.zero_lines.proposed_lines import Proposer
 from holdfast.adapters.zero_lines.script_text import HOOK, ITSELF, NO_LOOP
 from holdfast.base import config
@@ -52,10 +52,8 @@ class ScriptLauncher:
         found: Nest | OwnLoops | str
         try:
             source = order.text.encode("latin-1").decode() if order.text else Path(path).read_text(encoding="utf-8")
-            found = find_nested(source)
-            if isinstance(found, Nest):
-                found = with_own_modules(found, path, source)
-            elif found == NO_LOOP:
+            found = find_in_script(path, source)
+            if found == NO_LOOP:
                 found = find_in_modules(path, source) or found
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
             found = ""  # Python tells what is wrong with it

@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, facts, find_nested
 from holdfast.adapters.zero_lines.script_text import HOOK, imported, scope_of
@@ -28,6 +28,8 @@ from holdfast.checkpoint.usage.clock_names import finds_files, names_of_start, o
 
 # So many modules are looked at.
 _MAX_MODULES = 200
+# Name of a module -> its path, text and tree.
+_Own: TypeAlias = dict[str, tuple[str, str, ast.Module]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +62,39 @@ def find_in_modules(script: str, source: str) -> OwnLoops | None:
     if len(found) != 1 or any(isinstance(_scope(found[0].nest, site.line), ast.Module) for site in found[0].nest.sites):
         return None
     others = [ast.parse(source), *(tree for name, (_, _, tree) in trees.items() if name != found[0].name)]
-    nest = with_own_modules(facts(found[0].nest, others), script, source)
+    nest = find_nested(trees[found[0].name][1], others)
+    assert isinstance(nest, Nest)
+    nest = _with_own_modules(facts(nest, others), trees, source)
     return replace(found[0], nest=nest)
 
 
-def with_own_modules(nest: Nest, script: str, source: str) -> Nest:
+def find_in_script(script: str, source: str) -> Nest | str:
+    """Returns the loops of the script itself, or why there are none that can be kept; its own modules have functions that these may call.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    found = find_nested(source)
+    if not isinstance(found, Nest):
+        return found
+    own = _own_trees(script, source)
+    if own:
+        found = find_nested(source, [tree for _, _, tree in own.values()])
+        assert isinstance(found, Nest)
+    return _with_own_modules(found, own, source)
+
+
+def _with_own_modules(nest: Nest, own: _Own, source: str) -> Nest:
     """Returns the same loops, with what the script and its own modules say together of names that hold the time of the start."""
-    found = _own_trees(script, source).values()
-    trees = [ast.parse(source), *(tree for _, text, tree in found)]
-    started = names_of_start([trees[0], *(tree for _, text, tree in found if of_start(text))])
+    trees = [ast.parse(source), *(tree for _, _, tree in own.values())]
+    started = names_of_start([trees[0], *(tree for _, text, tree in own.values() if of_start(text))])
     return replace(nest, started=started, reread=finds_files(trees, started))
 
 
-def _own_trees(script: str, source: str) -> dict[str, tuple[str, str, ast.Module]]:
+def _own_trees(script: str, source: str) -> _Own:
     """Returns path, text and tree of each own module, by name."""
     home = os.path.dirname(os.path.abspath(script))
-    trees: dict[str, tuple[str, str, ast.Module]] = {}
+    trees: _Own = {}
     waiting = list(_names(ast.parse(source), ""))
     while waiting and len(trees) < _MAX_MODULES:
         name = waiting.pop()

@@ -55,7 +55,7 @@ _SEQUENCES = (list, tuple, range, str)
 # Reasons that no line removes: structures that change, files, state that nobody has found.
 _BEYOND = (
     "'the tensors of", "'the modules of", "'the parameter groups of", "a file, is", "a rehearsal of a restart", "torch's settings",
-    "the working directory",
+    "the working directory", "goes into the training",
 )  # fmt: skip
 _UNSURE, _UNREHEARSED = "nobody can be sure what", "the first steps are not rehearsed"
 # What is only written to.

@@ -43,7 +43,7 @@ from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, Span
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import open_checkpointers
-from holdfast.checkpoint.state.step_observer import Steps
+from holdfast.checkpoint.state.step_observer import Steps, names_of
 from holdfast.core.versions.late_copy_rules import Who, counts, is_void, opens
 from holdfast.tiers.wire.latch import Latch
 from holdfast.tiers.wire.lock_owner import is_mine
@@ -60,7 +60,6 @@ FIRST_OPENING_S = 1e-3
 BEHIND_S = 600.0
 # How often it is looked whether a device has come as far as a copy that is waited for.
 LOOK_S = 0.02
-STEPPED = "an optimizer stepped in another thread while the state was looked at"
 # How long `close` waits for the thread to end; it stops between two batches.
 JOIN_TIMEOUT_S = 30.0
 
@@ -206,6 +205,13 @@ class Fence:
         """Returns the identifiers of the threads that are within a step that may write the state."""
         return self._steps.under_way()
 
+    def stepped(self) -> str:
+        """Returns why a state may be a mixture (`is_void`); names the threads that step, or the one that did last, where that is another."""
+        me, (newest, name) = threading.get_ident(), self._steps.newest
+        names = names_of(self.under_way() - {me}) or (name if newest != me else "")
+        who = f" ({names})" if names else ""
+        return f"an optimizer stepped in another thread{who} while the state was looked at"
+
     @property
     def is_interrupted(self) -> bool:
         """Return whether a signal's handler calls this in the middle of an optimizer's step of its thread."""
@@ -256,7 +262,7 @@ class Fence:
         if self._behind is not None and self._behind.done.is_set():
             self._behind = None  # it would hold the tensors of its step until a step comes before its copy is complete
         if job.steps is not None and self.is_void(job.steps):  # whoever begins from now on waits
-            job.stop(STEPPED)
+            job.stop(self.stepped())
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
             self._thread.start()
@@ -297,11 +303,13 @@ class Fence:
             with self._wake:
                 self._wake.notify_all()
 
-    def watch(self, at_fence: Callable[[bool], None]) -> None:
-        """Nothing is left to copy, but something to compare at the fence."""
+    def watch(self, at_fence: Callable[[bool], None], steps: int) -> None:
+        """Nothing is left to copy, but something to compare at the fence; `steps`: as `LateCopyJob` has it."""
         assert self._open is None, "the former copy was not released"
-        self._open = LateCopyJob([], None, _nothing, at_fence)
-        self._open.done.set()
+        job = self._open = LateCopyJob([], None, _nothing, at_fence, steps=steps)
+        if self.is_void(steps):  # what that step wrote would be taken for something else's
+            job.stop(self.stepped())
+        job.done.set()
 
     def settle(self, timeout_s: float = BEHIND_S) -> None:
         """Waits for the copy, at most as long as a step would. Any thread may call it, as often as it likes.
@@ -418,7 +426,7 @@ class Fence:
     @staticmethod
     def _look(job: LateCopyJob) -> None:
         """Gives the copy up if somebody wrote what a device may not have read yet. Before a step's own writes."""
-        if reason := job.written():
+        if not job.stop_reason and (reason := job.written()):
             job.stop(reason)
 
     def _compare(self, job: LateCopyJob, at_fence: Callable[[bool], None], who: Who, behind_s: float) -> None:

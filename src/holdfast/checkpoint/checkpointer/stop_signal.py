@@ -37,7 +37,7 @@ class StopSignal:
         self._file = Path(file) if file else None
         self._owner = os.getpid()
         self._before: Any = None
-        self._installed = False
+        self._installed = self._is_over = False
 
     @property
     def wanted(self) -> bool:
@@ -66,8 +66,9 @@ class StopSignal:
         """Gives SIGTERM back to whoever had it; if that was nobody, and it has arrived, another one is ignored.
 
         A scheduler may tell every process of a job, and so may a launcher: the second must not kill a rank on its way out.
-        A handler that the script has set meanwhile stays.
+        A handler that the script has set meanwhile stays. In another thread than the main one ours stays too, and hears nothing any more.
         """
+        self._is_over = True
         if self._installed and threading.current_thread() is threading.main_thread():
             self._installed = False
             before = self._before if self._before is not None else signal.SIG_DFL
@@ -83,7 +84,8 @@ class StopSignal:
                 newer = _owner_of(newer._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._owner:
+        is_on_its_way_out = self.arrived and self._before == signal.SIG_DFL
+        if os.getpid() == self._owner and (not self._is_over or is_on_its_way_out):
             self.arrived = True
             older = _owner_of(self._before)
             while older is not None:

@@ -19,15 +19,17 @@ A script may also never clear what was used, or not at each step, or not all of 
 is looked at behind this step and behind the next, when a backward pass begins to add to it: if it is not zero by then, it lives
 from there on. Of one on a device no number is looked at: it lives if nobody has written to it.
 
-MUST NOT hold a gradient: its memory is the script's to free.
+MUST NOT hold a gradient: its memory is the script's to free. MUST NOT refer to a tensor weakly either: torch then swaps no other one into
+its place, as a conversion of a model may do. So a gradient is known by a number that is an attribute of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +55,9 @@ FULL_EVERY = 64
 FULL_FIRST = 3
 # Behind so many steps it is looked whether the script clears what a parameter used: who clears at every second does behind the other.
 LOOKS = 2
-_Seen = tuple[weakref.ref[torch.Tensor], object]
+_MARK = "_holdfast_seen"
+_marks = itertools.count(1)
+_Seen = tuple[int, object]
 
 
 class GradientsPart(TransientPart):
@@ -82,7 +86,8 @@ class GradientsPart(TransientPart):
         self._units: Sequence[Any] = ()  # that `fully_shard` was called with
         self._used: dict[int, _Seen] = {}  # by a parameter's id: its gradient as its last step left it
         self._stays: set[int] = set()  # ids of parameters whose gradient is not known to be made anew for each step
-        self._others: list[weakref.ref[torch.Tensor]] = []  # parameters of the models that no optimizer steps
+        # Parameters of the models that no optimizer steps: which module has them, and as what.
+        self._others: list[tuple[weakref.ref[nn.Module], str]] = []
         # The names of gradients that were used up and are there, as they were reported; True: all but these.
         self._zero: tuple[bool, list[str]] | tuple[()] = ()
         self._zeroed = ZeroedGradients()
@@ -111,8 +116,13 @@ class GradientsPart(TransientPart):
         stepped = {
             id(p) for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]
         }
-        others = (p for module in self._modules() for p in module.parameters() if id(p) not in stepped)
-        self._others = [weakref.ref(p) for p in others]
+        parts = {id(each): each for module in self._modules() for each in module.modules()}
+        self._others = [
+            (weakref.ref(each), name)
+            for each in parts.values()
+            for name, parameter in each._parameters.items()
+            if parameter is not None and id(parameter) not in stepped
+        ]
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer made a step: what it read is used up."""
@@ -130,9 +140,9 @@ class GradientsPart(TransientPart):
             if (seen := used.get(key := id(parameter))) is None:
                 continue
             before = self._used.get(key)
-            (self._stays.add if before is None or before[0]() is seen[0]() else self._stays.discard)(key)
+            (self._stays.add if before is None or before[0] == seen[0] else self._stays.discard)(key)
             if before is not None and key not in self._uncleared and self._looks.get(key, 0) < LOOKS:
-                self._ask(parameter, stayed=before[0]() is seen[0]())
+                self._ask(parameter, stayed=before[0] == seen[0])
         self._used.update(used)
         self._sample.update((id(p), p) for p in parameters)
         self._stepped.add(id(optimizer))
@@ -156,7 +166,7 @@ class GradientsPart(TransientPart):
             return
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
         if quick and all_stepped:
-            others = (p for each in self._others[:: -(-len(self._others) // SAMPLE) or 1] if (p := each()) is not None)
+            others = _there(self._others[:: -(-len(self._others) // SAMPLE) or 1])
             stay = (key in self._stays and p.grad is not None for key, p in sample.items())
             if (
                 not any(map(self._lives, sample, sample.values()))
@@ -204,7 +214,7 @@ class GradientsPart(TransientPart):
     def _is_written_once(self, key: int, grad: torch.Tensor) -> bool:
         """Return whether torch counts one write to a gradient since the step that used it."""
         seen, now = self._used.get(key), _count(grad)
-        return seen is not None and seen[0]() is grad and isinstance(seen[1], int) and now == seen[1] + 1
+        return seen is not None and seen[0] == _mark(grad) and isinstance(seen[1], int) and now == seen[1] + 1
 
     def fits(self, most: int) -> bool:
         """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""
@@ -351,18 +361,35 @@ class GradientsPart(TransientPart):
         """Returns the parameters that are stepped, and behind them those of the models that are not, by id."""
         groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
         found = {id(parameter): parameter for group in groups for parameter in group["params"]}
-        found.update({id(parameter): parameter for each in self._others if (parameter := each()) is not None})
+        found.update({id(parameter): parameter for parameter in _there(self._others)})
         return found
 
 
 def _seen(grad: torch.Tensor) -> _Seen:
     """Returns what is of a gradient as long as it is the same tensor and nobody writes to it, as far as torch counts."""
-    return weakref.ref(grad), _count(grad)
+    if not _mark(grad):
+        vars(grad)[_MARK] = next(_marks)
+    return _mark(grad), _count(grad)
 
 
 def _is(grad: torch.Tensor, seen: _Seen | None) -> bool:
     """Tell whether a gradient is still as it was seen."""
-    return seen is not None and seen[0]() is grad and seen[1] == _count(grad)
+    return seen is not None and seen[0] == _mark(grad) and seen[1] == _count(grad)
+
+
+def _mark(grad: torch.Tensor) -> int:
+    """Returns the number of a gradient; 0 for one that was not seen yet."""
+    number: int = vars(grad).get(_MARK, 0)
+    return number
+
+
+def _there(others: Iterable[tuple[weakref.ref[nn.Module], str]]) -> Iterator[torch.Tensor]:
+    """Gives those of these parameters that are still there."""
+    for part, name in others:
+        module = part()
+        parameter = module._parameters.get(name) if module is not None else None
+        if parameter is not None:
+            yield parameter
 
 
 def _count(grad: torch.Tensor) -> object:

@@ -20,6 +20,7 @@ from holdfast.base.errors import HoldfastError
 from holdfast.checkpoint.device import accelerator
 from holdfast.keeper.rpc.client import KeeperClient, Slot
 from holdfast.tiers.memory.usable_cores import usable_cores
+from holdfast.tiers.wire.latch import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Reservation:
         self.num_bytes = num_bytes
         self._num_slots = num_slots
         self._came = came
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._handing = threading.Lock()  # held while a slot is handed on, which may take long
         self._there: list[Slot] = []
         self._is_over = False
@@ -119,13 +120,12 @@ class Reservation:
         """Waits until so many slots are there, or will not be, or `hopeless` says so; whether they are."""
         wanted = min(num_slots, self._num_slots)
         until = time.monotonic() + timeout_s
-        with self._changed:
-            while (left_s := until - time.monotonic()) > 0.0 and not hopeless():
-                if self._changed.wait_for(
-                    lambda: len(self._there) >= wanted or self.fault or self._is_over, min(left_s, LOOK_S)
-                ):
+        while (left_s := until - time.monotonic()) > 0.0 and not hopeless():
+            with self._changed.next() as change:
+                if len(self._there) >= wanted or self.fault or self._is_over:
                     break
-            return len(self._there) >= wanted
+                change.wait(min(left_s, LOOK_S))
+        return len(self._there) >= wanted
 
     def wait_all(self, timeout_s: float, *, hopeless: Callable[[], object] = lambda: False) -> bool:
         """The same for all of them."""
@@ -137,9 +137,8 @@ class Reservation:
 
     def close(self, timeout_s: float) -> None:
         """Nothing is handed on any more; waits so long for what is being handed on. The thread ends with the connection."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        self._is_over = True
+        self._changed.tell()
         if self._handing.acquire(timeout=timeout_s):
             self._handing.release()
 
@@ -150,13 +149,11 @@ class Reservation:
             if self._is_over:
                 return
             self._came(slot)
-        with self._changed:
-            self._there.append(slot)
-            self._changed.notify_all()
+        self._there.append(slot)
+        self._changed.tell()
 
     def _end(self, fault: HoldfastError) -> None:
-        with self._changed:
-            if not self._is_over:
-                logger.warning("slots are missing: %s", fault)
-            self.fault = fault
-            self._changed.notify_all()
+        if not self._is_over:
+            logger.warning("slots are missing: %s", fault)
+        self.fault = fault
+        self._changed.tell()

@@ -32,7 +32,7 @@ from holdfast.checkpoint.capture import copy_plan, paced_copy
 from holdfast.checkpoint.capture.copy_plan import Batch, Copies, Plan, SlotView, Split, Structure
 from holdfast.checkpoint.capture.late_copy_check import CopyCheck, DeviceCheck, LateCopyChecker, WriteCounts
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, can_digest, differing, digest
-from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, STEPPED, Fence, LateCopyJob, Opened, Pace
+from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, Fence, LateCopyJob, Opened, Pace
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, Pairs, SideStreams
 from holdfast.checkpoint.capture.twin_comparison import Shared
@@ -422,7 +422,7 @@ class Saver:
         steps = self.fence.num_steps
         within = self.fence.under_way()
         if self.fence.is_void(steps, others_within=bool(within - {threading.get_ident()})):
-            raise LevelNotReached(STEPPED)
+            raise LevelNotReached(self.fence.stepped())
         gathered = self.left_out.as_it_was(handle.version) or self._state.gather()
         if not self._pinned_writes.end(gathered, self._config.close_timeout_s):
             raise LevelNotReached(BEHIND)
@@ -611,7 +611,7 @@ class Saver:
             return
         ending.copied(self._why_void(taken.steps))
         if at_fence is not None:
-            self.fence.watch(at_fence)
+            self.fence.watch(at_fence, taken.steps)
 
     def _why_void(self, steps: int) -> str:
         """Returns why what was copied in the call may not be a state; empty if it is one. Asked when the last byte was read.
@@ -620,7 +620,7 @@ class Saver:
         """
         if not counts(broke_off=bool(open_checkpointers.broken.reason), passed_by_then=False):
             return open_checkpointers.broken.reason
-        return STEPPED if self.fence.is_void(steps) else ""
+        return self.fence.stepped() if self.fence.is_void(steps) else ""
 
     def _ending(self, taken: _Taken, view: SlotView, unchanged: Look | None = None) -> SaveCompletion:
         lengths = {image.ref.bundle_id: image.plan.length for image in view.plan.images}

@@ -75,7 +75,7 @@ class SaveHandle:
         self.level = level
         self._link = link
         self._in_storage = in_storage
-        self._asked, self._asking = link.client, threading.Lock()
+        self._asked, self._asking = link.client, threading.RLock()  # a signal's handler may ask in between
         self._settle = settle
         self._topology = topology
         self._timeout_s = timeout_s

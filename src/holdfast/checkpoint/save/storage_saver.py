@@ -33,7 +33,7 @@ from holdfast.base.errors import (
 )
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import PlacedImage, Plan, Structure
-from holdfast.checkpoint.capture.optimizer_fence import STEPPED, Fence
+from holdfast.checkpoint.capture.optimizer_fence import Fence
 from holdfast.checkpoint.capture.twin_comparison import Shared
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
@@ -206,7 +206,7 @@ class DirectSaver:
         steps, within = self.fence.num_steps, self.fence.under_way() - {threading.get_ident()}
         written = self._write(version)
         if self.fence.is_void(steps, others_within=bool(within)):
-            raise LevelNotReached(STEPPED)
+            raise LevelNotReached(self.fence.stepped())
         return written
 
     def _write(self, version: Version) -> _Written | None:

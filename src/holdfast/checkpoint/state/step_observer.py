@@ -56,6 +56,7 @@ class Steps:
 
     Attributes:
         begun: steps that have begun, ever.
+        newest: the identifier of the thread in which the last of them did, and its name, for it may have ended.
         captured: a step was recorded into a graph: from then on steps may be made that nobody sees here.
     """
 
@@ -69,7 +70,7 @@ class Steps:
         recorded: Callable[[], None] = lambda: None,
         warn: bool = False,
     ) -> None:
-        self.begun, self.captured = 0, False
+        self.begun, self.newest, self.captured = 0, (0, ""), False
         self._before, self._after, self._recorded, self._warn = before, after, recorded, warn
         self._skipped = skipped
         self._given = list(optimizers)
@@ -124,6 +125,7 @@ class Steps:
             return
         thread = threading.get_ident()
         self._inside[thread] = self._inside.get(thread, 0) + 1  # before it counts: no moment is left out
+        self.newest = thread, names_of({thread})
         self.begun += 1
         self._before()
 
@@ -198,6 +200,11 @@ def register_skipped_step_hook(call: Callable[[Optimizer], None]) -> RemovableHa
     handle = RemovableHandle(hooks)
     hooks[handle.id] = _Hook(call)
     return handle
+
+
+def names_of(threads: set[int]) -> str:
+    """Returns the names of those of these threads that Python knows."""
+    return ", ".join(sorted(thread.name for thread in threading.enumerate() if thread.ident in threads))
 
 
 def _steps(frame: FrameType | None) -> bool:

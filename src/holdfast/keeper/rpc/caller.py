@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from holdfast.tiers.wire.latch import Latch
 logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S = 5.0
+# A keeper of this node that has left so much unread is frozen: a step does not wait for it.
+TELL_TIMEOUT_S = 1.0
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -103,7 +106,7 @@ class Caller:
             KeeperLost: the other side is gone, or did not answer in time.
             HoldfastError: the class that the other side named in its refusal.
         """
-        number = next(self._numbers)
+        number, until = next(self._numbers), time.monotonic() + timeout_s
         waiting = _Waiting()
         self._waiting[number] = waiting
         try:
@@ -111,7 +114,7 @@ class Caller:
                 self._require_alive()  # behind it, for the end wakes only what it finds
                 body = encode(msgspec.structs.replace(request, id=number))
                 self._channel.send(body, fds=fds, timeout_s=min(timeout_s, SEND_TIMEOUT_S))
-                answered = waiting.done.wait(timeout_s)
+                answered = waiting.done.wait(until - time.monotonic())
             finally:
                 self._waiting.pop(number, None)
             if waiting.reply is None:
@@ -131,7 +134,8 @@ class Caller:
             KeeperLost: the other side is gone or does not read.
         """
         self._require_alive()
-        self._channel.send(encode(statement), timeout_s=SEND_TIMEOUT_S)
+        timeout_s = SEND_TIMEOUT_S if self._channel.is_remote else TELL_TIMEOUT_S
+        self._channel.send(encode(statement), timeout_s=timeout_s)
 
     def close(self) -> None:
         """Ends the connection and the reader thread; `on_lost` is not called."""

@@ -368,15 +368,16 @@ class KeeperClient(KeeperViewer):
                 if self._slots.setdefault(number, slot) is not slot:  # a signal's handler has mapped it in between
                     slot.close()
         finally:
-            if self._coming.get(number) == me:
-                del self._coming[number]
+            with self._mapping:
+                if self._coming.get(number) == me:
+                    del self._coming[number]
             self._mapped.tell()
 
     def _have(self) -> tuple[int, ...]:
         """The slots that are mapped here, or that another thread of ours maps: the keeper sends all others."""
         me = threading.get_ident()
         with self._mapping:
-            return (*self._slots, *(number for number, thread in self._coming.items() if thread != me))
+            return (*self._slots, *(number for number, thread in list(self._coming.items()) if thread != me))
 
     def _slot(self, number: int, timeout_s: float) -> Slot:
         """A slot that is mapped here, or is being mapped by another thread of ours.
@@ -387,10 +388,8 @@ class KeeperClient(KeeperViewer):
         deadline = time.monotonic() + timeout_s
         while True:
             with self._mapped.next() as change:
-                is_coming = (
-                    number in self._coming
-                )  # asked before the slots, where it stands before it is taken out here
-                slot = self._slots.get(number)
+                is_coming = number in self._coming
+                slot = self._slots.get(number)  # behind that: it stands here before it is taken out there
                 if slot is not None:
                     return slot
                 if self._is_detached:

@@ -130,6 +130,19 @@ class KeptLoops:
             self._left = True
             self._run.goes_on()
 
+    def asks(self, ask: Any, text: str, line: int, goes_to: int, ends: bool) -> Any:
+        """Returns what asks something of files, for the training of this line: the files are noted that it asks for."""
+        files = self._files
+        if files is None or self._run is None or not self._is_mine():
+            return ask
+
+        @functools.wraps(ask)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            files.asked(ask, args, f"{text!r} (line {line}) goes into the training (line {goes_to})", ends=ends)
+            return ask(*args, **kwargs)
+
+        return asked
+
     def turns(self) -> Iterator[int]:
         """Returns the numbers of the turns of a `while`."""
         return itertools.count()
@@ -209,6 +222,8 @@ class KeptLoops:
         return entry
 
     def _looked(self, site: Site, frame: FrameType) -> tuple[Kept | str, Looker | None, Entry | None]:
+        if self._nest.outside:
+            return self._nest.outside, None, None
         main: dict[str, Any] = frame.f_globals
         mine = own(frame) if is_function(frame) else {}
         hidden = site.sets - set(site.lives)

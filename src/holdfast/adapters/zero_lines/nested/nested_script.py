@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from holdfast.adapters.zero_lines.outside_values import find_outside
 from holdfast.adapters.zero_lines.script_text import (
     HOOK,
     ITSELF,
@@ -102,6 +103,7 @@ class Nest:
         retains: whether the script speaks of graphs that outlive a backward pass.
         by_hand: whether a loop changes parameters one by one, without an optimizer.
         lines: attribute or name -> the first line that stores to it or calls a method of it.
+        outside: what it trains by that a restart is told otherwise; empty if there is nothing.
     """
 
     tree: ast.Module
@@ -118,10 +120,15 @@ class Nest:
     retains: bool
     by_hand: bool
     lines: tuple[tuple[str, int], ...]
+    outside: str
 
 
-def find_nested(source: str) -> Nest | str:
+def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
     """Returns the loops, or why there are none that can be kept.
+
+    Args:
+        source: the text.
+        others: texts of other modules of the script, with functions that its loops may call.
 
     Raises:
         SyntaxError: it is no Python.
@@ -156,6 +163,7 @@ def find_nested(source: str) -> Nest | str:
     heads = [node for loop in kept for node in ast.walk(loop.iter)]
     bounds = {ast.unparse(node) for node in heads if isinstance(node, ast.Attribute | ast.Name)}
     started = names_of_start([tree])
+    outside = find_outside(tree, kept, others)
     nest = Nest(
         tree,
         tuple(sites),
@@ -171,9 +179,12 @@ def find_nested(source: str) -> Nest | str:
         retains=_retains(ast.walk(tree)),
         by_hand=any(_is_by_hand(calls.inside(loop)) for loop in kept),
         lines=tuple(sorted(lines.items())),
+        outside=outside.reason,
     )
     for loop, site in zip(kept, sites, strict=True):  # last: all else is of the script as it is written
         _rewrite(tree, loop, site)
+    for call, line, ends in outside.files:
+        _watch(call, line, ends=ends)
     ast.fix_missing_locations(tree)
     return nest
 
@@ -487,6 +498,20 @@ def _rewrite(tree: ast.Module, loop: ast.For, site: Site) -> None:
                 block[place + 1 : place + 1] = behind
                 block[place:place] = _lines(f"{HOOK}.at({site.number})", loop)
                 return
+
+
+def _watch(call: ast.Call, line: int, *, ends: bool) -> None:
+    """Has the hook told what a call asks of a file: `os.path.getsize(path)` becomes `asks(os.path.getsize, ...)(path)`."""
+    told = [
+        call.func,
+        ast.Constant(ast.unparse(call)),
+        ast.Constant(call.lineno),
+        ast.Constant(line),
+        ast.Constant(ends),
+    ]
+    hook = ast.Attribute(ast.Name(HOOK, ast.Load()), "asks", ast.Load())
+    func = ast.copy_location(ast.Call(hook, told, []), call.func)
+    call.func = func
 
 
 def _taken(names: Sequence[str], lives: Sequence[str] | None = None) -> str:

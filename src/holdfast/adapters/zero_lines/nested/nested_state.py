@@ -133,6 +133,7 @@ class NestedState(Doubts):
             "generators": {name: list(each) for name, each in self.generators.items()},
             "data": self._data(changed.rows, [entry.start for entry in entries[:-1]]),
             "who": self.who,
+            "asked": self.files.answers() if self.files is not None else {},
             "cut": {
                 "turns": [[entry.site.number, entry.taken] for entry in entries],
                 "collectives": collectives_made(self._made_before),
@@ -294,6 +295,8 @@ class NestedState(Doubts):
                 f"ranks were at different turns of the loop of line {entry.site.line} behind their step {state['number']}, and had "
                 f"not made the same collectives: what they saved does not belong together"
             )
+        if self.files is not None and (why := self.files.why_other(state.get("asked", {}))):
+            return why
         return entry.changes.other_data(state.get("data", {}), self._data(state["rows"], state["starts"]))
 
     def _is_of_start(self, path: str, state: Mapping[str, Any]) -> bool:

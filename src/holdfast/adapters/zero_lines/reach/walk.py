@@ -359,6 +359,7 @@ class Walk:
             torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
         ))  # fmt: skip
         self.found.fixed["the working directory"] = os.getcwd()
+        self.found.fixed["sys.argv"] = repr(sys.argv)
         environment = config.variables()
         self.found.owners[ENVIRONMENT] = Owner(environment.__setitem__, environment.__delitem__)
         for key, value in environment.items():
