@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forked
 from holdfast.checkpoint.entries import carried_tensors, fsdp1, gradients_part, living_gradients
+from holdfast.checkpoint.state.step_observer import Steps
 from holdfast.checkpoint.state.training_state import State
 from kit.checkpointers import Make
 
@@ -519,6 +520,49 @@ def test_gradients_of_a_step_that_a_scaler_left_out_are_used_up(
     parameters = [parameter for model, _ in back for parameter in model.parameters()]
     # Of the first step it is not known yet whether the script clears in place.
     assert not any(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """A scaler that decides itself which steps are made, as those of some devices do."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.unscale_(optimizer)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        return None if any(each.item() for each in found) else optimizer.step(*args, **kwargs)
+
+
+class CallingScaler(torch.amp.GradScaler):
+    """A scaler that calls that of torch."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().step(optimizer, *args, **kwargs)
+
+
+class Wrapper:
+    """No optimizer, but has one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.step, self.param_groups = inner.step, inner.param_groups
+
+
+@pytest.mark.parametrize("wrapped", [lambda optimizer: optimizer, Wrapper], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScaler, CallingScaler])
+def test_steps_that_an_own_scaler_leaves_out_are_seen_once_each(
+    caplog: pytest.LogCaptureFixture, kind: type[torch.amp.GradScaler], wrapped: Callable[[Any], Any]
+) -> None:
+    model, optimizer = _linear()
+    scaler, told, made, given = kind("cpu"), list[Any](), list[Any](), wrapped(optimizer)
+    steps = Steps([optimizer], after=made.append, skipped=told.append, warn=True)
+    try:
+        for factor in (torch.inf, 1.0, torch.inf):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(4)).sum() * factor).backward()
+            scaler.step(given)
+            scaler.update()
+    finally:
+        steps.close()
+    assert (told, made) == ([given, given], [optimizer])
+    assert not caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")  # of what torch compiles, about torch itself
