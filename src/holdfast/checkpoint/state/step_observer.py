@@ -16,7 +16,6 @@ forked child nothing is done: the state that the hooks guard is its parent's. Us
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import logging
 import os
@@ -250,12 +249,12 @@ def _memory(optimizer: Optimizer) -> set[int]:
     return found
 
 
-def _leave_uncompiled(function: Callable[..., Any]) -> None:
+def _leave_uncompiled(function: Any) -> None:
     """Has torch.compile leave a function alone, but not what it calls. What torch has for that in public takes a second to import."""
-    with suppress(ImportError, AttributeError, TypeError):  # another torch: compiled, it sees no step that is left out
-        compiler = importlib.import_module("torch._C._dynamo.eval_frame")
-        action = compiler._FrameAction
-        compiler.set_code_exec_strategy(_code(function), compiler._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    with suppress(AttributeError, TypeError):  # another torch: compiled, it sees no step that is left out
+        eval_frame: Any = torch._C._dynamo.eval_frame
+        action = eval_frame._FrameAction
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def _inner(optimizer: Optimizer) -> list[Optimizer]:
