@@ -47,8 +47,9 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
 from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES, LeftOutSaves, RepeatedReasons
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
-from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
 from holdfast.checkpoint.save.slot_patience import SlotPatience, Waits
+from holdfast.checkpoint.state.step_observer import of_a_handler, pass_on
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
 from holdfast.keeper.rpc.client import SAY_S, Begun, KeeperClient, NoSlotYet, Slot
@@ -354,24 +355,32 @@ class Saver:
         try:
             with torch.inference_mode(False):  # what is made there for later saves may not be written outside of it
                 self._save(handle, durable=durable, why=why)
-        except NoSlotYet as error:
-            self._leave_out(handle, str(error))
-        except KeeperLost as error:
-            if (client := self._link.client) is not None:
-                self._link.heard_nothing(client)  # whatever was asked of it: no later save waits for that again
-            self.give_up(handle, f"the keeper is lost: {error.what}")
-            self._link.mend()
-        except HoldfastError as error:
-            self.give_up(handle, str(error))
-        except Exception as error:  # a fault of ours or of the device must not end the training
-            logger.exception("saving %s failed", handle.version)
-            self.give_up(handle, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - see there
+            if of_a_handler(error) is not None:
+                self.give_up(handle, INTERRUPTED)
+                pass_on(error)
+            self._failed(handle, error)
         except BaseException:
-            self.give_up(handle, "the save was interrupted")
+            self.give_up(handle, INTERRUPTED)
             raise
         seconds = time.perf_counter() - started
         self._events.count("save_seconds", seconds)
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
+
+    def _failed(self, handle: SaveHandle, error: Exception) -> None:
+        """A save was not made: a fault of ours or of the device must not end the training."""
+        if isinstance(error, NoSlotYet):
+            self._leave_out(handle, str(error))
+        elif isinstance(error, KeeperLost):
+            if (client := self._link.client) is not None:
+                self._link.heard_nothing(client)  # whatever was asked of it: no later save waits for that again
+            self.give_up(handle, f"the keeper is lost: {error.what}")
+            self._link.mend()
+        elif isinstance(error, HoldfastError):
+            self.give_up(handle, str(error))
+        else:
+            logger.error("saving %s failed", handle.version, exc_info=error)
+            self.give_up(handle, f"{type(error).__name__}: {error}")
 
     def settle(self, timeout_s: float = BEHIND_S, *, release: bool = False) -> None:
         """Waits until the copy of the last save is complete or given up; with `release`, the tensors may then be written.
