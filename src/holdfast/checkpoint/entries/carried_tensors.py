@@ -81,15 +81,39 @@ def _within(value: Any, change: Callable[[Any], Any]) -> Any:
     return with_parts(value, lambda _, part: change(part))
 
 
+def stays(value: Any) -> bool:
+    """Tell whether a value can have several names by which it is changed in place, and can be filled."""
+    return isinstance(value, list | dict | set) or (type(value) is torch.Tensor and not value.requires_grad)
+
+
+def filled(there: Any, value: Any) -> Any:
+    """Returns what stands there, with what `value` has in it; `value` itself if they are of another kind."""
+    if type(there) is not type(value) or not stays(there):
+        return value
+    if token(there) == token(value):
+        return there
+    if isinstance(there, torch.Tensor):
+        if (there.shape, there.dtype, there.device) != (value.shape, value.dtype, value.device):
+            return value
+        with torch.no_grad():
+            there.copy_(value)
+    else:
+        there.clear()
+        there.extend(value) if isinstance(there, list) else there.update(value)
+    return there
+
+
 def token(value: Any) -> object:
-    """Returns what is equal as long as all tensors of a value are as they were."""
-    found: list[object] = []
-    for tensor in tensors(value):
-        local = local_of(tensor).detach()
-        facts = (tuple(local.shape), str(local.dtype))
-        if local.device.type == "cpu" and local.numel():
-            data = local.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-            found.append((*facts, xxhash.xxh3_64_digest(memoryview(data))))  # type: ignore[arg-type]  # an array has a buffer
-        else:
-            found.append((*facts, id(tensor), tensor._version))
-    return found
+    """Returns what is equal as long as a value is as it was, all tensors in it included."""
+    if isinstance(value, dict):
+        return dict, [(repr(key), token(part)) for key, part in value.items()]
+    if isinstance(value, tuple | list):
+        return type(value), [token(part) for part in value]
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    local = local_of(value).detach()
+    facts = (tuple(local.shape), str(local.dtype))
+    if local.device.type == "cpu" and local.numel():
+        data = local.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return (*facts, xxhash.xxh3_64_digest(memoryview(data)))  # type: ignore[arg-type]  # an array has a buffer
+    return (*facts, id(value), value._version)

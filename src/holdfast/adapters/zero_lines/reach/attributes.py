@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import dis
+import gc
 import io
 import multiprocessing.process
 import os
@@ -23,6 +25,7 @@ _HEAP_TYPE, _POINTER = 1 << 9, 8
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 # Modules of what writes event files.
 _WRITERS = ("torch.utils.tensorboard.", "tensorboard.summary.", "tensorboardX.")
+_CSV_WRITER = type(csv.writer(io.StringIO()))
 
 
 def is_progress_bar(value: Any) -> bool:
@@ -39,6 +42,11 @@ def is_output(value: Any) -> bool:
     if isinstance(value, io.IOBase) and home.partition(".")[0] in sys.stdlib_module_names:
         return not value.closed and value.writable() and not value.readable()
     return is_progress_bar(value) or home.startswith(_WRITERS)
+
+
+def takers_of(value: Any) -> list[Any]:
+    """Lists what a writer of `csv` hands its lines to: the method `write` of a file. A writer keeps nothing else."""
+    return [part for part in gc.get_referents(value) if callable(part)] if isinstance(value, _CSV_WRITER) else []
 
 
 def has_a_reader(value: Any) -> bool:
