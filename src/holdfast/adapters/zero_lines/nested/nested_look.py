@@ -196,7 +196,7 @@ class Looker:
                 for name in site.lives
                 if name in names
                 and not is_plain(names[name])
-                and (name in site.loose or is_carried(names[name], is_plain, fixed=site.outer))
+                and (name in site.loose or is_carried(names[name], is_plain))
             )
         site, frame = stack[-1]
         here = own(frame) if is_function(frame) else frame.f_globals

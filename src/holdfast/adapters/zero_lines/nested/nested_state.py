@@ -26,7 +26,7 @@ from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.plain_values import MAX_ELEMENTS, has_set, is_plain
 from holdfast.checkpoint.device.accelerator import name_of
 from holdfast.checkpoint.entries import carried_tensors, living_gradients
-from holdfast.checkpoint.entries.carried_tensors import is_carried
+from holdfast.checkpoint.entries.carried_tensors import is_carried, is_large
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives
 from holdfast.tiers.format import values as value_codec
@@ -177,7 +177,7 @@ class NestedState(Doubts):
                 lost.append(name)  # who reads it before it is set is told
             elif is_plain(value):
                 carried[name] = value
-            elif name in site.carried and is_carried(value, is_plain, fixed=site.outer):
+            elif name in site.carried and is_carried(value, is_plain) and not (site.outer and is_large(value)):
                 self.doubt(self._why_no_tensors(name, value))
                 carried[name] = carried_tensors.packed(value)
             elif has_place(value):
@@ -344,7 +344,9 @@ def _same(entry: Entry, names: Mapping[str, Any]) -> dict[str, str]:
         value = names.get(name)
         if name in entry.began and entry.began[name] is value:
             found[name] = ""
-        elif (carried_tensors.stays(value) or isinstance(value, torch.Tensor)) and first.setdefault(id(value), name) != name:
+        elif (carried_tensors.stays(value) or isinstance(value, torch.Tensor)) and first.setdefault(
+            id(value), name
+        ) != name:
             found[name] = first[id(value)]
     return found
 
@@ -403,10 +405,11 @@ def given(
         name: _unpacked(value) for name, value in (after or {}).items()
     }
     found |= {name: value for name, value in (there or {}).items() if name in found and _is_same(found[name], value)}
+    now = stays or {}
     for name, other in (same or {}).items():
-        if name in found and (stays is not None and name in stays if not other else other in found):
-            found[name] = found[other] if other else carried_tensors.filled(stays[name], found[name])
-    found = {name: value for name, value in (stays or {}).items() if has_place(value)} | found
+        if name in found and (other in found if other else name in now):
+            found[name] = found[other] if other else carried_tensors.filled(now[name], found[name])
+    found = {name: value for name, value in now.items() if has_place(value)} | found
     return tuple(found[name] if name in found else Lost(name) for name in names)
 
 

@@ -36,17 +36,16 @@ def is_progress_bar(value: Any) -> bool:
 def is_output(value: Any) -> bool:
     """Tell whether this only takes what it is told, and nothing of it comes back into a step.
 
-    That is a progress bar, a writer of TensorBoard's, or a file that is open for writing alone and whose class is Python's own.
+    That is a progress bar, a writer of TensorBoard's, a file that is open for writing alone and whose class is Python's own, or a
+    writer of `csv` to such a file, of which it has the method `write` and no more.
     """
+    if type(value) is _CSV_WRITER:
+        parts = [part for part in gc.get_referents(value) if isinstance(part, types.BuiltinMethodType)]
+        return bool(parts) and all(is_output(part.__self__) and not has_a_reader(part.__self__) for part in parts)
     home = type(value).__module__
     if isinstance(value, io.IOBase) and home.partition(".")[0] in sys.stdlib_module_names:
         return not value.closed and value.writable() and not value.readable()
     return is_progress_bar(value) or home.startswith(_WRITERS)
-
-
-def takers_of(value: Any) -> list[Any]:
-    """Lists what a writer of `csv` hands its lines to: the method `write` of a file. A writer keeps nothing else."""
-    return [part for part in gc.get_referents(value) if callable(part)] if isinstance(value, _CSV_WRITER) else []
 
 
 def has_a_reader(value: Any) -> bool:

@@ -46,7 +46,6 @@ from holdfast.adapters.zero_lines.reach.attributes import (
     loaded_names,
     names_of_wrappers,
     slots_of,
-    takers_of,
 )
 from holdfast.adapters.zero_lines.reach.look import (
     ENDED,
@@ -470,8 +469,6 @@ class Walk:
         elif arrow.is_data(value):
             self.found.fixed[path] = arrow.token_of(value)
             self.found.data[path] = (self.found.fixed[path], arrow.may_hold_times(value))
-        elif takers := takers_of(value):
-            self._each(f"what {path} writes to", enumerate(takers), asks=asks)
         elif not issubclass(type(value), STANDING):
             self._of_library(path, value, asks, hold)
 
