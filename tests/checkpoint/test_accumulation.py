@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import copy
 import json
 import runpy
 import subprocess
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forked
 from holdfast.checkpoint.entries import carried_tensors, fsdp1, gradients_part, living_gradients
+from holdfast.checkpoint.state.step_observer import Steps
 from holdfast.checkpoint.state.training_state import State
 from kit.checkpointers import Make
 
@@ -520,6 +522,70 @@ def test_gradients_of_a_step_that_a_scaler_left_out_are_used_up(
     assert not any(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
 
 
+class OwnScaler(torch.amp.GradScaler):
+    """A scaler that decides itself which steps are made, as those of some devices do."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.unscale_(optimizer)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        return None if any(each.item() for each in found) else optimizer.step(*args, **kwargs)
+
+
+class CallingScaler(torch.amp.GradScaler):
+    """A scaler that calls that of torch."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().step(optimizer, *args, **kwargs)
+
+
+class Wrapper:
+    """No optimizer, but has one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.step, self.param_groups = inner.step, inner.param_groups
+
+
+@pytest.mark.parametrize("wrapped", [lambda optimizer: optimizer, Wrapper], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScaler, CallingScaler])
+def test_steps_that_an_own_scaler_leaves_out_are_seen_once_each(
+    caplog: pytest.LogCaptureFixture, kind: type[torch.amp.GradScaler], wrapped: Callable[[Any], Any]
+) -> None:
+    model, optimizer = _linear()
+    scaler, told, made, given = kind("cpu"), list[Any](), list[Any](), wrapped(optimizer)
+    steps = Steps([optimizer], after=made.append, skipped=told.append, warn=True)
+    try:
+        for factor in (torch.inf, 1.0, torch.inf):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(4)).sum() * factor).backward()
+            scaler.step(given)
+            scaler.update()
+    finally:
+        steps.close()
+    assert (told, made) == ([given, given], [optimizer])
+    assert not caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")  # of what torch compiles, about torch itself
+def test_a_step_that_a_scaler_leaves_out_in_what_torch_compiles_is_seen(make: Make) -> None:
+    model, optimizer = _linear()
+    scaler = torch.amp.GradScaler("cpu")
+    checkpointer = make(every="0", model=model, optimizer=optimizer, scaler=scaler)
+    checkpointer.restore()
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> None:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for factor in (1.0, 1.0, 1.0, torch.inf):
+        optimizer.zero_grad()
+        step(torch.full((4,), factor))
+    checkpointer._run.state.gradients.note()
+    assert not checkpointer._run.state.gradients._living
+    checkpointer.abandon()
+
+
 def test_gradients_that_are_added_up_beside_a_scaler_come_back(make: Make) -> None:
     model, optimizer = _linear()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -730,7 +796,10 @@ def test_a_version_of_before_it_was_known_that_a_gradient_is_never_cleared_is_to
     assert caplog.text.count("does not clear the gradient of weights.weights") == 1
 
 
-def test_torch_may_swap_other_tensors_into_the_place_of_gradients_and_parameters(make: Make) -> None:
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_torch_may_swap_other_tensors_into_the_place_of_gradients_and_parameters(
+    make: Make, *, is_cleared: bool
+) -> None:
     """As `to` of a module does with `DTensor`, so of each model of `fully_shard`: it refuses what somebody refers to weakly."""
     model = torch.nn.Linear(3, 3)
     model.bias.requires_grad_(False)
@@ -740,14 +809,17 @@ def test_torch_may_swap_other_tensors_into_the_place_of_gradients_and_parameters
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        for step in range(4):
+        for step in range(8):
             model(torch.ones(3)).sum().backward()
             optimizer.step()
+            if is_cleared:
+                optimizer.zero_grad(set_to_none=False)
             checkpointer.step(step)
-            model.double().float()
+            if not is_cleared or step > 5:  # where they lie is known by then
+                model.double().float()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-    checkpointer.save(3).wait("captured")
+    checkpointer.save(7).wait("captured")
     checkpointer.abandon()
 
 
@@ -760,4 +832,22 @@ def test_a_parameter_that_no_optimizer_steps_is_followed_where_another_one_takes
     assert any(each is model.bias for each in gradients._parameters().values())
     del model.bias
     assert len(gradients._parameters()) == 1
+    checkpointer.abandon()
+
+
+def test_a_copy_of_a_gradient_that_was_used_up_lives(make: Make) -> None:
+    """It has the attributes of what it was copied from."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer: Any = make(model=model, optimizer=optimizer)
+    checkpointer.restore()
+    model(torch.ones(3)).sum().backward()
+    torch.nn.utils.clip_grad_value_([model.bias], 0.5)
+    optimizer.step()
+    model.bias.grad = copy.deepcopy(model.bias.grad)
+    assert model.bias.grad is not None
+    model.bias.grad.mul_(0.5)
+    gradients = checkpointer._run.state.gradients
+    gradients.note()
+    assert [parameter is model.bias for parameter, _ in gradients._living.values()] == [True]
     checkpointer.abandon()

@@ -315,13 +315,16 @@ class _Both(torch.optim.Optimizer):
             signal.raise_signal(signal.SIGUSR1)
 
 
-def test_what_a_handler_saves_between_two_steps_within_one_is_given_up(make: Make) -> None:
+@pytest.mark.parametrize("reported", [False, True])
+def test_what_a_handler_saves_between_two_steps_within_one_is_given_up(make: Make, *, reported: bool) -> None:
+    """What it reports is no step, and is reported by the script afterwards."""
     model = torch.nn.Linear(1, 1)
     both = _Both([torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()])
-    checkpointer: Any = make(model=model, optimizer=both)
+    checkpointer: Any = make(model=model, optimizer=both, every="1")
     checkpointer.restore()
-    struck = list[SaveHandle]()
-    before = signal.signal(signal.SIGUSR1, lambda *_: struck.append(checkpointer.save(0)))
+    struck = list[SaveHandle | None]()
+    call = checkpointer.step if reported else checkpointer.save
+    before = signal.signal(signal.SIGUSR1, lambda *_: struck.append(call(0)))
     try:
         model(torch.ones(1)).backward()
         both.step()
@@ -329,7 +332,13 @@ def test_what_a_handler_saves_between_two_steps_within_one_is_given_up(make: Mak
         sys.setprofile(None)
         signal.signal(signal.SIGUSR1, before)
     (handle,) = struck
-    assert handle.given_up == "a signal's handler saves in the middle of an optimizer's step"
+    if handle is None:
+        assert reported
+    else:
+        assert handle.given_up == "a signal's handler saves in the middle of an optimizer's step"
+    whole = checkpointer.step(0)
+    assert whole is not None
+    whole.wait("captured", DEADLINE_S)
     checkpointer.abandon()
 
 

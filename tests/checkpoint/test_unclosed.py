@@ -7,11 +7,13 @@ import shutil
 import sys
 import weakref
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 import forked
 import holdfast
+from holdfast.checkpoint.checkpointer.closing import Closing
 from holdfast.checkpoint.checkpointer.unclosed_notice import UnclosedNotice
 from kit.checkpointers import Make, Trainee, kill_keeper
 
@@ -56,6 +58,24 @@ def test_a_script_that_forgets_close_is_told_what_is_not_durable(tmp_path: Path,
 @pytest.mark.parametrize("how", ["durable", "close", "abandon", "child"])
 def test_nothing_is_said_where_nothing_was_forgotten(how: str, tmp_path: Path, runtime_dir: Path) -> None:
     assert "close() was not called" not in ended(tmp_path, runtime_dir, how)
+
+
+def test_a_close_that_is_broken_off_tells_what_is_not_durable(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    checkpointer = make(Trainee(), every=1)
+    checkpointer.restore()
+    checkpointer.save(0).wait("captured", 60)
+    monkeypatch.setattr(Closing, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.close()
+    said = "close() was broken off by KeyboardInterrupt, and i000001-s0000000000 is not durable"
+    assert caplog.text.count(said) == 1
+    checkpointer.close()
+    assert caplog.text.count("is not durable") == 1
 
 
 def test_the_notice_keeps_nothing_alive_and_speaks_once(

@@ -22,6 +22,9 @@ FAULTS = (
     "keeper frozen",
     "keeper killed",
 )
+# What a signal's handler of the script does, and within which call of ours.
+HANDLERS = ("saves", "waits", "flushes", "raises", "closes", "exits")
+WITHIN = ("save", "wait", "flush", "close")
 # When the fault strikes, in the step at which the call comes.
 MOMENTS = ("before the save", "behind the save", "in the call", "behind the call", "in the next step")
 # Calls that leave the Checkpointer and take the job up again, or need a second one: for one rank only.
@@ -44,6 +47,8 @@ class Case:
         shared: both ranks hold the same, and one of them is saved for both.
         victims: which ranks the fault strikes, all or the first.
         strike_step: steps before the call.
+        handler, within: what a signal's handler does, and in the middle of which call.
+        point: at which call or return of a function in it the signal comes, as a power of ten.
     """
 
     call: str = "nothing"
@@ -61,6 +66,9 @@ class Case:
     shared: bool = False
     victims: str = "all"
     strike_step: int = 5
+    handler: str = "none"
+    within: str = "save"
+    point: float = 1.5
 
     def __str__(self) -> str:
         plain = Case()
@@ -74,7 +82,7 @@ def drawn(seed: int, number: int) -> Case:
     world = dice.choice((1, 1, 2))
     calls = [name for name in CALLS if name not in LEFT_OUT and (world == 1 or name not in ALONE)]
     call = dice.choice(calls)
-    return Case(
+    case = Case(
         call=call,
         state=dice.choice([*STATES]),
         fault=dice.choice(FAULTS),
@@ -90,6 +98,15 @@ def drawn(seed: int, number: int) -> Case:
         shared=world > 1 and dice.random() < 0.5,
         victims=dice.choice(("all", "first")) if world > 1 else "all",
         strike_step=dice.randint(1, 7),
+    )
+    if dice.random() < 0.6:
+        return case
+    return dataclasses.replace(
+        case,
+        fault="none",
+        handler=dice.choice(HANDLERS),
+        within=dice.choice(WITHIN),
+        point=round(dice.uniform(0.0, 3.3), 3),
     )
 
 

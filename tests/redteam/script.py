@@ -6,6 +6,7 @@ afterwards what was announced. The second comes back, notes what it finds, train
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,8 +14,9 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import holdfast
-from holdfast.base.errors import HoldfastError, LevelNotReached
+from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.core.model import Level
 from redteam import planted
@@ -36,6 +38,7 @@ HOLD_S = 0.05
 # How long a keeper is frozen, and storage refuses.
 FAULT_S = 1.5
 STEPS_BEHIND = 3
+_OURS = f"{os.sep}holdfast{os.sep}"
 
 
 @call()
@@ -87,7 +90,13 @@ class Script(Run):
         return made
 
     def save(
-        self, level: str = "durable", *, by: Any = None, path: str = "", during: Callable[[], None] | None = None
+        self,
+        level: str = "durable",
+        *,
+        by: Any = None,
+        path: str = "",
+        during: Callable[[], None] | None = None,
+        drive: str = "",
     ) -> Any:
         by = by or self.checkpointer
         if by is not self.checkpointer:
@@ -97,7 +106,7 @@ class Script(Run):
             version = str(inner.job.version(self.number))
             self.oracle.note(saved=version, state=self.world.fingerprint())
         self.world.probe.during = during
-        if self.case.drive == "save":
+        if (drive or self.case.drive) == "save":
             handle = by.save(self.number, level)
         else:
             handle = by.step(self.number) if inner is None or self.number > inner.step else None
@@ -209,6 +218,53 @@ class Fault:
         timer.start()
 
 
+class Handler:
+    """A signal's handler that strikes once, in the middle of a call of ours."""
+
+    def __init__(self, case: Case, script: Script) -> None:
+        self._case, self._script = case, script
+        self._left = round(10**case.point)
+        self.has_closed = False
+        signal.signal(signal.SIGUSR1, self._strike)
+
+    @contextlib.contextmanager
+    def within(self, call: str) -> Iterator[None]:
+        """The signal may come in here; what the handler raises is caught, as a script may do."""
+        hit = self._case.victims == "all" or int(os.environ["RANK"]) == 0
+        if self._case.handler != "none" and self._case.within == call and hit:
+            sys.setprofile(self._count)
+        try:
+            with contextlib.suppress(ZeroDivisionError):
+                yield
+        finally:
+            sys.setprofile(None)
+
+    def _count(self, frame: FrameType, *_: object) -> None:
+        code = frame.f_code.co_filename
+        if _OURS in code or code.endswith("threading.py"):
+            self._left -= 1
+            if self._left == 0:
+                signal.raise_signal(signal.SIGUSR1)
+
+    def _strike(self, *_: object) -> None:
+        sys.setprofile(None)
+        script, does = self._script, self._case.handler
+        script.oracle.note(struck=does, within=self._case.within)
+        if does == "raises":
+            raise ZeroDivisionError("of the handler")
+        if does == "exits":
+            sys.exit()
+        if does == "closes":
+            self.has_closed = True
+            _quiet(script.checkpointer.close)
+        elif does == "saves":
+            _quiet(lambda: script.save(drive="save"))
+        elif does == "flushes":
+            _quiet(lambda: script.checkpointer.flush(WAIT_S))
+        elif script.handles:
+            _quiet(lambda: script.handles[-1].wait("captured", WAIT_S))
+
+
 def seeded(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
@@ -218,7 +274,7 @@ def seeded(number: int) -> None:
 def first(script: Script, case: Case) -> None:
     script.number = script.checkpointer.restore()
     script.oracle.note(restored="", step=script.number)
-    fault = Fault(case, script)
+    fault, handler = Fault(case, script), Handler(case, script)
     for _ in range(case.strike_step):
         script.train()
         handle = script.save("durable" if script.number % 3 == 0 else "captured")
@@ -228,7 +284,17 @@ def first(script: Script, case: Case) -> None:
     script.train()
     fault.at("before the save")
     let_go = hold(case)
-    script.save()
+    with (
+        handler.within("save"),
+        contextlib.suppress(UsageError) if case.handler == "closes" else contextlib.nullcontext(),
+    ):
+        script.save()
+    if script.handles and case.within == "wait":
+        with handler.within("wait"):
+            _quiet(lambda: script.handles[-1].wait("captured", WAIT_S))
+    if handler.has_closed:
+        let_go()
+        return
     fault.at("behind the save")
     timer = threading.Timer(0.005, lambda: fault.at("in the call"))
     if case.fault != "exception":  # that is raised where the script is
@@ -253,9 +319,19 @@ def first(script: Script, case: Case) -> None:
         script.look()
         script.train()
     fault.healed()
-    last = script.save()
+    last(script, case, handler)
+
+
+def last(script: Script, case: Case, handler: Handler) -> None:
+    """Saves once more and closes."""
+    handle = script.save()
     script.look()
     try:
+        if case.within == "flush":
+            with handler.within("flush"):
+                _quiet(lambda: script.checkpointer.flush(WAIT_S))
+        with handler.within("close"):
+            script.checkpointer.close()
         for made in script.made:
             made.close()
     except LevelNotReached as error:  # said aloud, which is all that can be done where keeper or storage is away
@@ -263,8 +339,8 @@ def first(script: Script, case: Case) -> None:
             raise
         print(f"told: {error}", file=sys.stderr)
         return
-    if last is not None and not last.given_up:
-        script.oracle.note(acked=str(last.version), level="durable")
+    if handle is not None and not handle.given_up:
+        script.oracle.note(acked=str(handle.version), level="durable")
     script.oracle.note(closed=True)
 
 

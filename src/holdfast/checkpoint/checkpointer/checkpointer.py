@@ -32,7 +32,7 @@ import torch
 import holdfast
 from holdfast.base import config as settings
 from holdfast.base.config import Config
-from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
+from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer import apart_notice
 from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
@@ -296,6 +296,11 @@ class Checkpointer:
             self._again.again(step, carry, sys._getframe(1))
             return None
         run, step = self._running(), whole_number(step)
+        if run.saver.fence.is_interrupted:
+            logger.warning(
+                "step %d is not finished: a signal's handler reports it in the middle of an optimizer's step", step
+            )
+            return None
         one_more = run.observer.at(step, sys._getframe(1)) if run.observer is not None else False
         reason = step_numbers.why_not(step, newest=run.step, start=run.start, one_more=one_more)
         if reason is not None:
@@ -574,6 +579,8 @@ class Checkpointer:
                 finished = True
         except BaseException as error:
             self._close_failed = str(error) or type(error).__name__
+            if not isinstance(error, HoldfastError):  # which says itself what is not durable
+                self._unclosed.broken_off(type(error).__name__)
             raise
         finally:
             copy_s = 0.0

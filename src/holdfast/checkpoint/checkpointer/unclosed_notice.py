@@ -34,6 +34,10 @@ class UnclosedNotice:
         """A version was saved, or loaded: notes what is to be told if the objects go before the process ends."""
         self._last.note(run)
 
+    def broken_off(self, by: str) -> None:
+        """An exception ended `close`: tells now what is not durable, and nothing later."""
+        self._last.tell(f"close() was broken off by {by}")
+
     def end(self) -> None:
         """It is closed: nothing is told any more."""
         self._finalizer.detach()
@@ -58,16 +62,17 @@ class _Last:
         elif run.fleeting is not None:
             self._missing = run.fleeting.version
 
-    def tell(self) -> None:
-        """The object goes, or the process ends."""
+    def tell(self, why: str = "close() was not called") -> None:
+        """The object goes, the process ends, or `close` was broken off."""
         if os.getpid() != self._pid:
             return
         if (run := self._run_of()) is not None:
             self.note(run)
         if self._missing is not None:
             logger.error(
-                "close() was not called, and %s is not durable: memory alone holds it, for %g s. Start the job again within that time, "
+                "%s, and %s is not durable: memory alone holds it, for %g s. Start the job again within that time, "
                 "and end the script with checkpointer.close(), or train in a block `with holdfast.Checkpointer(...)`",
+                why,
                 self._missing,
                 self._linger_s,
             )

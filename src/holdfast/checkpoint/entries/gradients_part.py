@@ -25,7 +25,6 @@ its place, as a conversion of a model may do. So a gradient is known by a number
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import weakref
@@ -55,8 +54,6 @@ FULL_EVERY = 64
 FULL_FIRST = 3
 # Behind so many steps it is looked whether the script clears what a parameter used: who clears at every second does behind the other.
 LOOKS = 2
-_MARK = "_holdfast_seen"
-_marks = itertools.count(1)
 _Seen = tuple[int, object]
 
 
@@ -134,8 +131,8 @@ class GradientsPart(TransientPart):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._is_quick:
             parameters = parameters[:: -(-len(parameters) // SAMPLE)]
-        self._zeroed.used(parameters)
         used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
+        self._zeroed.used(parameters)
         for parameter in parameters:
             if (seen := used.get(key := id(parameter))) is None:
                 continue
@@ -214,7 +211,12 @@ class GradientsPart(TransientPart):
     def _is_written_once(self, key: int, grad: torch.Tensor) -> bool:
         """Return whether torch counts one write to a gradient since the step that used it."""
         seen, now = self._used.get(key), _count(grad)
-        return seen is not None and seen[0] == _mark(grad) and isinstance(seen[1], int) and now == seen[1] + 1
+        return (
+            seen is not None
+            and seen[0] == living_gradients.number_of(grad)
+            and isinstance(seen[1], int)
+            and now == seen[1] + 1
+        )
 
     def fits(self, most: int) -> bool:
         """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""
@@ -367,20 +369,12 @@ class GradientsPart(TransientPart):
 
 def _seen(grad: torch.Tensor) -> _Seen:
     """Returns what is of a gradient as long as it is the same tensor and nobody writes to it, as far as torch counts."""
-    if not _mark(grad):
-        vars(grad)[_MARK] = next(_marks)
-    return _mark(grad), _count(grad)
+    return living_gradients.numbered(grad), _count(grad)
 
 
 def _is(grad: torch.Tensor, seen: _Seen | None) -> bool:
     """Tell whether a gradient is still as it was seen."""
-    return seen is not None and seen[0] == _mark(grad) and seen[1] == _count(grad)
-
-
-def _mark(grad: torch.Tensor) -> int:
-    """Returns the number of a gradient; 0 for one that was not seen yet."""
-    number: int = vars(grad).get(_MARK, 0)
-    return number
+    return seen is not None and seen[0] == living_gradients.number_of(grad) and seen[1] == _count(grad)
 
 
 def _there(others: Iterable[tuple[weakref.ref[nn.Module], str]]) -> Iterator[torch.Tensor]:

@@ -23,6 +23,8 @@ UNSURE = "gradients live from one step to the next"
 _ZEROS = bytes(4096)
 # In the place of a number: of every parameter.
 _ALL = "all"
+_NUMBER = "_holdfast_number"
+_numbers = itertools.count(1)
 
 
 def there_are(parameters: Sequence[torch.Tensor], cleared: Container[int] = ()) -> bool:
@@ -167,6 +169,20 @@ def put(parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
             _give(parameter, carried_tensors.unpacked(one, device=local_of(parameter).device))
         else:
             put_zero(parameter)
+
+
+def number_of(grad: torch.Tensor) -> int:
+    """Returns what a gradient is known by, without a reference to it; 0 for one that has no number yet."""
+    number, owner = vars(grad).get(_NUMBER, (0, 0))
+    return number if owner == id(grad) else 0  # a copy has it too, of this process or of one before
+
+
+def numbered(grad: torch.Tensor) -> int:
+    """Returns the same of a gradient, which has a number from now on."""
+    if not (number := number_of(grad)):
+        number = next(_numbers)
+        vars(grad)[_NUMBER] = number, id(grad)
+    return number
 
 
 def may_be_zero(parameter: torch.Tensor, grad: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ report reads the two ends, and all of each in turn. That is enough where all of 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,8 +27,8 @@ class ZeroedGradients:
     def __init__(self) -> None:
         self._reports = 0
         self._proven: dict[int, int] = {}  # by a parameter's id: how many looks in a row found its gradient zero
-        # By a parameter's id: its gradient as it was seen last, and where it lies.
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
+        # By a parameter's id: the number of its gradient as it was seen last, and where that lies.
+        self._seen: dict[int, tuple[int, tuple[int, int]]] = {}
         self._had_numbers: set[int] = set()  # ids of parameters of which both ends were not zero when a step used them
 
     def used(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -75,9 +74,14 @@ class ZeroedGradients:
         if (grad := parameter.grad) is None:
             return None
         seen = self._seen.get(id(parameter))
-        if seen and seen[0]() is grad and (grad.data_ptr(), grad.nbytes) == seen[1] and grad.is_contiguous():
+        if (
+            seen
+            and seen[0] == living_gradients.number_of(grad)
+            and (grad.data_ptr(), grad.nbytes) == seen[1]
+            and grad.is_contiguous()
+        ):
             return seen[1]
         found = living_gradients.host_memory(parameter)
-        if found is not None and type(grad) is torch.Tensor:
-            self._seen[id(parameter)] = weakref.ref(grad), found
+        if found is not None and type(grad) is torch.Tensor and (number := living_gradients.number_of(grad)):
+            self._seen[id(parameter)] = number, found
         return found

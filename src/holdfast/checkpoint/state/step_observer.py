@@ -7,7 +7,7 @@ state are left alone.
 What a graph of a device replays no hook sees. That a step is recorded into one is seen (`captured`): nothing runs then, and
 nothing may be waited for, but from then on steps come by without a word. What code writes past `torch.optim` no hook sees
 either: `checkpoint.capture.late_copy_check` finds that afterwards. `GradScaler.step` leaves out the step of an optimizer whose
-gradients overflowed, and torch has no hook for that: its method is wrapped.
+gradients overflowed, and torch has no hook for that: its method is wrapped, and that of each class that derives from it.
 
 An exception of ours never leaves the user's `step()`; one that a signal's handler raises while we wait does. In a
 forked child nothing is done: the state that the hooks guard is its parent's. Used by `checkpoint.capture.optimizer_fence` and `checkpoint.survivors.update_window`.
@@ -26,7 +26,8 @@ import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
+from contextlib import suppress
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 # The file of the function that torch puts around every `step`.
 _AROUND_STEPS = Optimizer.profile_hook_step.__code__.co_filename
+
+
+_WRAPPED = "_holdfast_wrapped"
 
 
 class Steps:
@@ -138,7 +142,9 @@ class Steps:
             self._after(optimizer)
 
     def _skip(self, optimizer: Optimizer) -> None:
-        if self._concerns(optimizer):
+        # It may wrap one of ours and be none itself, and what makes no step is no stranger to warn of.
+        is_given = any(optimizer is given for given in self._given)
+        if os.getpid() == self._pid and (is_given or self._shares(optimizer, warn=False)):
             self._skipped(optimizer)
 
     def _concerns(self, optimizer: Optimizer) -> bool:
@@ -149,14 +155,14 @@ class Steps:
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._others.get(optimizer)
         if known is None or known[0] != size:
-            known = self._others[optimizer] = (size, self._shares(optimizer))
+            known = self._others[optimizer] = (size, self._shares(optimizer, warn=self._warn))
         return known[1]
 
-    def _shares(self, optimizer: Optimizer) -> bool:
+    def _shares(self, optimizer: Optimizer, *, warn: bool) -> bool:
         """Return whether a stranger steps a parameter of ours, or memory of one."""
         ours = {key for given in self._given for key in _memory(given)}
         shared = not ours.isdisjoint(_memory(optimizer))
-        if shared and self._warn and not any(optimizer in _inner(given) for given in self._given):
+        if shared and warn and not any(optimizer in _inner(given) for given in self._given):
             logger.warning(
                 "%s steps parameters of the checkpointer's state and was not given to it: what it keeps is not saved. "
                 "Give it to the Checkpointer (optimizer=[...]), or build a new Checkpointer if it replaces another one",
@@ -166,26 +172,41 @@ class Steps:
 
 
 class _Scalers:
-    """Wraps `GradScaler.step` of this process, once: which calls made no step."""
+    """Wraps `step` of `GradScaler` and of what derives from it, each once: which calls made no step."""
 
     def __init__(self) -> None:
         self.hooks: dict[int, Callable[[Optimizer], None]] = OrderedDict()
-        self._made = threading.local()  # whether an optimizer made a step since the last look, in each thread
+        # Whether an optimizer made a step since the last look, in each thread; and whether a scaler's step calls that of its base.
+        self._made = threading.local()
         register_optimizer_step_post_hook(_Hook(self._note))
-        original = GradScaler.step
 
+    def wrap(self) -> None:
+        """Wraps that of each class that has one of its own by now."""
+        kinds: list[type] = [GradScaler]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+            original = vars(kind).get("step")
+            if isinstance(original, FunctionType) and getattr(original, _WRAPPED, None) is not self:
+                kind.step = self._around(original)  # type: ignore[attr-defined]
+
+    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self.hooks or torch.compiler.is_compiling():
+            if not self.hooks or torch.compiler.is_compiling() or getattr(self._made, "inside", False):
                 return original(scaler, optimizer, *args, **kwargs)
-            self._made.here = False
-            result = original(scaler, optimizer, *args, **kwargs)
+            self._made.here, self._made.inside = False, True
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            finally:
+                self._made.inside = False
             if not self._made.here:
                 for hook in list(self.hooks.values()):
                     hook(optimizer)
             return result
 
-        GradScaler.step = step  # type: ignore[method-assign, assignment]
+        _leave_uncompiled(step)
+        setattr(step, _WRAPPED, self)
+        return step
 
     def _note(self, _: Optimizer) -> None:
         self._made.here = True
@@ -196,7 +217,9 @@ _scalers = functools.cache(_Scalers)
 
 def register_skipped_step_hook(call: Callable[[Optimizer], None]) -> RemovableHandle:
     """Calls back when a `GradScaler` has left out the step of an optimizer, whose gradients overflowed, until the handle is removed."""
-    hooks = _scalers().hooks
+    scalers = _scalers()
+    scalers.wrap()
+    hooks = scalers.hooks
     handle = RemovableHandle(hooks)
     hooks[handle.id] = _Hook(call)
     return handle
@@ -224,6 +247,14 @@ def _memory(optimizer: Optimizer) -> set[int]:
                 address = parameter.data_ptr()
                 found |= {-address} if address else set()
     return found
+
+
+def _leave_uncompiled(function: Any) -> None:
+    """Has torch.compile leave a function alone, but not what it calls. What torch has for that in public takes a second to import."""
+    with suppress(AttributeError, TypeError):  # another torch: compiled, it sees no step that is left out
+        eval_frame: Any = torch._C._dynamo.eval_frame
+        action = eval_frame._FrameAction
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def _inner(optimizer: Optimizer) -> list[Optimizer]:
