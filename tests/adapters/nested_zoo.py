@@ -860,7 +860,6 @@ for epoch in range(3):
     "tensor that lives from step to step": Case(inline(
         pre="mean = torch.zeros(4)", body="mean = mean * 0.9 + x.mean(0)",
     ), scale="(1 + mean.sum().item())", shown="mean.tolist()"),
-    # Not kept, and why.
     "best state of all epochs": Case(EVALUATE + """
 def main():
     best, state = math.inf, None
@@ -875,7 +874,69 @@ def main():
     if state is not None:
         model.load_state_dict(state)
 main()
-""", "'state'", kills=("0,5", "1,3", "2,6")),
+""", kills=("0,5", "1,3", "2,6")),
+    "best state of all epochs, with what a module puts on it": Case(EVALUATE + """
+norm = torch.nn.BatchNorm1d(4)
+model = torch.nn.Sequential(norm, *model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+state, losses = None, []
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    losses.append(evaluate())
+    if losses[-1] <= min(losses):
+        state = copy.deepcopy(model.state_dict())
+    model.load_state_dict(state)
+""", shown="losses, state, state._metadata", kills=("0,5", "1,3", "2,6")),
+    "plain list of two names, changed in a late epoch": Case("""
+def main():
+    best = [0]
+    holder = argparse.Namespace(best=best)
+    for epoch in range(3):
+        for i, (x, y) in enumerate(loader):
+            {step}
+            die(epoch, i)
+        if epoch == 100:
+            best = [1]
+        best.append(1)
+    print(holder.best, best)
+main()
+""", kills=("0,5", "1,3", "2,6")),
+    # Not kept, and why.
+    "state of all epochs that an inner loop changes": Case("""
+mean = {name: each.clone() for name, each in model.state_dict().items()}
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        for name, each in model.state_dict().items():
+            mean[name].mul_(0.9).add_(each, alpha=0.1)
+        die(epoch, i)
+    if epoch == 1:
+        mean = {name: each.clone() for name, each in mean.items()}
+""", "is changed in an inner loop", shown="mean", kills=("0,5", "2,3")),
+    "best state of all epochs that is not copied": Case("""
+state = None
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    if epoch < 2:
+        state = model.state_dict()
+""", "which trains", shown="state", kills=("1,3", "2,6")),
+    "tensor of all epochs of two names": Case("""
+mean = torch.zeros(4)
+holder = argparse.Namespace(mean=mean)
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        {step}
+        die(epoch, i)
+    if epoch == 0:
+        mean = mean + 1
+        holder.mean = mean
+    if epoch == 1:
+        mean.add_(1)
+""", "'mean' has a part of it", scale="(1 + holder.mean.sum())", shown="mean, holder.mean", kills=("1,3", "2,3")),
     "generator that draws step by step": Case("""
 def batches():
     for k in range(7):

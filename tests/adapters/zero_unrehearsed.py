@@ -70,6 +70,42 @@ CASES: dict[str, Case] = {
         scale="rows",
         body="",
     ),
+    "lines of csv": Case(
+        pre="import csv\nrows = csv.writer(open(os.environ['MARK'] + '.csv', 'a'))\n"
+        "more = csv.DictWriter(open(os.environ['MARK'] + '.more', 'a'), ['step'])",
+        body="rows.writerow([step])\nmore.writerow({'step': step})",
+    ),
+    "lines of csv in memory": Case(
+        "'rows', a writer",
+        pre="import csv, io\ntext = io.StringIO()\nrows = csv.writer(text)",
+        body="rows.writerow([step])",
+        shown="text.getvalue()",
+    ),
+    "lines of csv to an object": Case(
+        "'rows', a writer",
+        pre="import csv\nclass Sink:\n    n = 0\n    def write(self, text):\n        self.n += 1\n        return self.n\nrows = csv.writer(Sink())",
+        scale="rows.writerow([step])",
+    ),
+    "list of two names that changes late": Case(
+        "another name of 'best'",
+        pre="best = [0]\nt = argparse.Namespace(box=best)",
+        body="if step == 100: best = [1]\nif step >= 7: best.append(1)",
+        scale="len(t.box)",
+        shown="t.box, best",
+    ),
+    "dict of tensors of two names that changes late": Case(
+        "'best' has a part of it",
+        pre="best = {'w': torch.ones(4)}\nt = argparse.Namespace(box=best)",
+        body="if step == 100: best = {}\nif step >= 7: best['w'].add_(1)",
+        scale="t.box['w'].sum()",
+        shown="t.box, best",
+    ),
+    "tensor of two names that changes late": Case(
+        pre="h, c = torch.zeros(4), torch.zeros(4)",
+        body="if step == 3: c = h + 1; h = c\nif step >= 7: c.add_(1)",
+        scale="(1 + h.sum())",
+        shown="h, c",
+    ),
     "files in its own directory": Case(
         TRAINS_BY, pre=OUT, body="torch.save(step, f'{out}/{step}.pt')", scale="(1 + len(os.listdir(out)))"
     ),

@@ -6,6 +6,7 @@ first steps were rehearsed. It comes back on its device, in memory of its own.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,16 +21,17 @@ from holdfast.checkpoint.entries.sharding import local_of
 # More is not carried under one name.
 MAX_BYTES = 64 << 20
 _MAX_DEPTH = 8
-_KEY = "holdfast.tensor"
+_KEY, _ORDERED = "holdfast.tensor", "holdfast.ordered"
+# What `state_dict()` of a module puts on what it returns.
+_METADATA = "_metadata"
 
 
-def is_carried(value: Any, is_plain: Callable[[Any], bool], *, fixed: bool = False, depth: int = 0) -> bool:
+def is_carried(value: Any, is_plain: Callable[[Any], bool], *, depth: int = 0) -> bool:
     """Tell whether a value is made of plain values and tensors that can be carried.
 
     Args:
         value: of a name.
         is_plain: tells whether a value can be stored as it is.
-        fixed: whether only what is never filled or emptied in place counts: no lists, no dicts.
         depth: how many containers it lies in.
     """
     if isinstance(value, torch.Tensor):
@@ -41,14 +43,15 @@ def is_carried(value: Any, is_plain: Callable[[Any], bool], *, fixed: bool = Fal
             and value.nbytes <= MAX_BYTES
         )
     if is_plain(value):
-        return not fixed or not isinstance(value, list | dict | set)
-    kinds = (tuple,) if fixed else (tuple, list, dict)
-    if depth > _MAX_DEPTH or type(value) not in kinds:
+        return True
+    if depth > _MAX_DEPTH or type(value) not in (tuple, list, dict, OrderedDict):
         return False
-    if isinstance(value, dict) and not all(type(key) is str and key != _KEY for key in value):
+    if isinstance(value, dict) and not all(type(key) is str and key not in (_KEY, _ORDERED) for key in value):
+        return False
+    if isinstance(value, OrderedDict) and not (vars(value).keys() <= {_METADATA} and is_plain(_metadata_of(value))):
         return False
     parts = value.values() if isinstance(value, dict) else value
-    return all(is_carried(part, is_plain, fixed=fixed, depth=depth + 1) for part in parts)
+    return all(is_carried(part, is_plain, depth=depth + 1) for part in parts)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -60,10 +63,17 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
+def is_large(value: Any) -> bool:
+    """Tell whether the tensors of a value have more bytes together than one alone may have."""
+    return sum(tensor.nbytes for tensor in tensors(value)) > MAX_BYTES
+
+
 def packed(value: Any, *, copied: bool = True) -> Any:
     """Returns a value as it is saved; with its own tensors, for who saves it at once, unless they are `copied`."""
     if isinstance(value, torch.Tensor):
         return {_KEY: value.detach().clone() if copied else value.detach(), "device": name_of(value.device)}
+    if type(value) is OrderedDict and next(tensors(value), None) is not None:
+        return {_ORDERED: packed(dict(value), copied=copied), "metadata": _metadata_of(value)}
     return _within(value, partial(packed, copied=copied))
 
 
@@ -71,7 +81,17 @@ def unpacked(value: Any, *, device: torch.device | None = None) -> Any:
     """Returns a value as it was; its tensors on `device`, if that is known."""
     if isinstance(value, dict) and value.keys() == {_KEY, "device"}:
         return value[_KEY].detach().to(device or value["device"]).clone()
+    if isinstance(value, dict) and value.keys() == {_ORDERED, "metadata"}:
+        made = OrderedDict(unpacked(value[_ORDERED], device=device))
+        if value["metadata"] is not None:
+            vars(made)[_METADATA] = OrderedDict(value["metadata"])
+        return made
     return _within(value, partial(unpacked, device=device))
+
+
+def _metadata_of(value: OrderedDict[str, Any]) -> dict[str, Any] | None:
+    found = vars(value).get(_METADATA)
+    return dict(found) if isinstance(found, dict) else found
 
 
 def _within(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -81,15 +101,39 @@ def _within(value: Any, change: Callable[[Any], Any]) -> Any:
     return with_parts(value, lambda _, part: change(part))
 
 
+def stays(value: Any) -> bool:
+    """Tell whether a value can have several names by which it is changed in place, and can be filled."""
+    return isinstance(value, list | dict | set) or (type(value) is torch.Tensor and not value.requires_grad)
+
+
+def filled(there: Any, value: Any) -> Any:
+    """Returns what stands there, with what `value` has in it; `value` itself if they are of another kind."""
+    if type(there) is not type(value) or not stays(there):
+        return value
+    if token(there) == token(value):
+        return there
+    if isinstance(there, torch.Tensor):
+        if (there.shape, there.dtype, there.device) != (value.shape, value.dtype, value.device):
+            return value
+        with torch.no_grad():
+            there.copy_(value)
+    else:
+        there.clear()
+        there.extend(value) if isinstance(there, list) else there.update(value)
+    return there
+
+
 def token(value: Any) -> object:
-    """Returns what is equal as long as all tensors of a value are as they were."""
-    found: list[object] = []
-    for tensor in tensors(value):
-        local = local_of(tensor).detach()
-        facts = (tuple(local.shape), str(local.dtype))
-        if local.device.type == "cpu" and local.numel():
-            data = local.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-            found.append((*facts, xxhash.xxh3_64_digest(memoryview(data))))  # type: ignore[arg-type]  # an array has a buffer
-        else:
-            found.append((*facts, id(tensor), tensor._version))
-    return found
+    """Returns what is equal as long as a value is as it was, all tensors in it included."""
+    if isinstance(value, dict):
+        return dict, [(repr(key), token(part)) for key, part in value.items()]
+    if isinstance(value, tuple | list):
+        return type(value), [token(part) for part in value]
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    local = local_of(value).detach()
+    facts = (tuple(local.shape), str(local.dtype))
+    if local.device.type == "cpu" and local.numel():
+        data = local.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return (*facts, xxhash.xxh3_64_digest(memoryview(data)))  # type: ignore[arg-type]  # an array has a buffer
+    return (*facts, id(value), value._version)

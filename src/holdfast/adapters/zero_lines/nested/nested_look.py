@@ -29,7 +29,7 @@ from holdfast.adapters.zero_lines.reach.look import Look, Owner
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.adapters.zero_lines.reach.walk import workers_stay
-from holdfast.checkpoint.entries.carried_tensors import is_carried
+from holdfast.checkpoint.entries.carried_tensors import is_carried, stays
 from holdfast.checkpoint.usage.user_frames import own
 
 
@@ -77,6 +77,7 @@ class Entry:
         made: path -> token of what the statements before it made and that cannot be carried.
         start: of an outer loop, what was when its item began.
         tensors: of an outer loop, names of tensors that live from turn to turn -> their tokens as its item began.
+        began: what the names that live from turn to turn held when it began.
         drawn: token of the generators of random numbers when it began.
         generators: of the outermost loop, the same of each.
     """
@@ -91,12 +92,13 @@ class Entry:
     made: dict[str, str] = field(default_factory=dict)
     start: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, object] = field(default_factory=dict)
+    began: dict[str, Any] = field(default_factory=dict)
     drawn: str = ""
     generators: dict[str, str] = field(default_factory=dict)
 
     def let_go(self) -> None:
         """Ends the circle of what was looked at, and so of what the function that it stands in has: its workers end with it, at once."""
-        del self.changes, self.before, self.items
+        del self.changes, self.before, self.items, self.began
 
     def names(self) -> dict[str, Any]:
         """Returns what names mean where it stands."""
@@ -194,7 +196,7 @@ class Looker:
                 for name in site.lives
                 if name in names
                 and not is_plain(names[name])
-                and (name in site.loose or is_carried(names[name], is_plain, fixed=site.outer))
+                and (name in site.loose or is_carried(names[name], is_plain))
             )
         site, frame = stack[-1]
         here = own(frame) if is_function(frame) else frame.f_globals
@@ -205,9 +207,11 @@ class Looker:
         inner = [each for each in frames if each not in self._around][::-1]
         local: dict[str, Any] = {}
         carried: dict[str, Any] = {}
-        if not site.outer:
-            names = {**frame.f_globals, **(own(frame) if is_function(frame) else {})}
-            carried = {name: names[name] for name in site.lives if name in names and type(names[name]) is not Lost}
+        for each, where in stack:
+            names = {**where.f_globals, **(own(where) if is_function(where) else {})}
+            lives = {name: names[name] for name in each.lives if name in names and type(names[name]) is not Lost}
+            # Of an outer loop plain values are looked at where they are.
+            carried |= {name: value for name, value in lives.items() if not each.outer or not is_plain(value)}
 
         def scope(each: FrameType) -> Mapping[str, Any]:
             found = own(each)
@@ -258,6 +262,8 @@ class Looker:
         entry = Entry(site, frame, before, self._changes((), before, always))
         entry.changes = self._changes([*entries, entry], before, always)
         entry.changes.local = now.local
+        names = entry.names()
+        entry.began = {name: names[name] for name in site.lives if name in names and stays(names[name])}
         entry.made = {
             path: xxhash.xxh3_64_hexdigest(repr(token).encode())
             for path, token in now.fixed.items()

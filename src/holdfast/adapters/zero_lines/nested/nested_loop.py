@@ -293,7 +293,8 @@ class KeptLoops:
         start = run.outer_begins(self._stack)
         if start is not None:
             there = entry.names() if entry.taken == 0 else {}
-            self._give(given(entry.site.lives, start["carried"], there=there, stays=entry.names()), start)
+            stays, same = entry.names(), start.get("same")
+            self._give(given(entry.site.lives, start["carried"], there=there, stays=stays, same=same), start)
             yield stand_in(entry.site.target, start["targets"])
         while True:
             self._left = False
@@ -315,7 +316,8 @@ class KeptLoops:
         version = run.inner_begins(self._stack)
         self._workers.inner_begins(version.get("workers", b"") if version is not None else b"")
         if version is not None:
-            self._give(given(entry.site.lives, version["carried"], stays=entry.names()), version)
+            stays, same = entry.names(), version.get("same")
+            self._give(given(entry.site.lives, version["carried"], stays=stays, same=same), version)
             yield stand_in(entry.site.target, version["targets"])
         while True:
             self._left = False
@@ -336,7 +338,8 @@ class KeptLoops:
             if version["after"] is None:
                 run.unfit(f"the loop of line {entry.site.line} has ended, and what is read behind it was not saved")
             if names:
-                self._give(given(names, version["carried"], version["after"], stays=entry.names()), version)
+                stays, same = entry.names(), version.get("same")
+                self._give(given(names, version["carried"], version["after"], stays=stays, same=same), version)
 
     def _give(self, values: tuple[Any, ...], saved: Mapping[str, Any]) -> None:
         self._values, self._absent, self.back = values, frozenset(saved.get("absent", ())), True

@@ -26,7 +26,7 @@ from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.plain_values import MAX_ELEMENTS, has_set, is_plain
 from holdfast.checkpoint.device.accelerator import name_of
 from holdfast.checkpoint.entries import carried_tensors, living_gradients
-from holdfast.checkpoint.entries.carried_tensors import is_carried
+from holdfast.checkpoint.entries.carried_tensors import is_carried, is_large
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives
 from holdfast.tiers.format import values as value_codec
@@ -120,6 +120,7 @@ class NestedState(Doubts):
             "gone": changed.gone,
             "carried": carried,
             "targets": _targets(inner),
+            "same": _same(inner, names),
             "lost": lost,
             "absent": _absent(inner, names),
             "after": after,
@@ -162,7 +163,7 @@ class NestedState(Doubts):
         return {
             "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "absent": _absent(entry, names), "rng": packed_randomness(),
             "digest": entry.items.digest(), "settings": settings(self.objects),
-            "targets": _targets(entry),
+            "targets": _targets(entry), "same": _same(entry, names),
         }  # fmt: skip
 
     def living(self, entry: Entry, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -176,7 +177,7 @@ class NestedState(Doubts):
                 lost.append(name)  # who reads it before it is set is told
             elif is_plain(value):
                 carried[name] = value
-            elif name in site.carried and is_carried(value, is_plain, fixed=site.outer):
+            elif name in site.carried and is_carried(value, is_plain) and not (site.outer and is_large(value)):
                 self.doubt(self._why_no_tensors(name, value))
                 carried[name] = carried_tensors.packed(value)
             elif has_place(value):
@@ -335,6 +336,21 @@ def _absent(entry: Entry, names: Mapping[str, Any]) -> list[str]:
     return [name for name in entry.site.lives if name not in names]
 
 
+def _same(entry: Entry, names: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the names that hold the object that they held when the loop began (""), or that of another name before them."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name in entry.site.lives:
+        value = names.get(name)
+        if name in entry.began and entry.began[name] is value:
+            found[name] = ""
+        elif (carried_tensors.stays(value) or isinstance(value, torch.Tensor)) and first.setdefault(
+            id(value), name
+        ) != name:
+            found[name] = first[id(value)]
+    return found
+
+
 def _place(entry: Entry) -> list[Any]:
     assert entry.items is not None
     items = entry.items
@@ -373,6 +389,7 @@ def given(
     after: Mapping[str, Any] | None = None,
     there: Mapping[str, Any] | None = None,
     stays: Mapping[str, Any] | None = None,
+    same: Mapping[str, str] | None = None,
 ) -> tuple[Any, ...]:
     """Returns the values of these names, in order; what was lost tells so when it is used.
 
@@ -382,12 +399,17 @@ def given(
         after: the same of names that are read behind a loop.
         there: what they mean now, where the statements before have just made them as the run that saved did.
         stays: what they mean now: an iterator of a data loader is in no version, and stays with its place.
+        same: names that held one object since the loop began, which may have other names too, or that of another of these names.
     """
     found = {name: carried_tensors.unpacked(value) for name, value in carried.items()} | {
         name: _unpacked(value) for name, value in (after or {}).items()
     }
     found |= {name: value for name, value in (there or {}).items() if name in found and _is_same(found[name], value)}
-    found = {name: value for name, value in (stays or {}).items() if has_place(value)} | found
+    now = stays or {}
+    for name, other in (same or {}).items():
+        if name in found and (other in found if other else name in now):
+            found[name] = found[other] if other else carried_tensors.filled(now[name], found[name])
+    found = {name: value for name, value in now.items() if has_place(value)} | found
     return tuple(found[name] if name in found else Lost(name) for name in names)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import dis
+import gc
 import io
 import multiprocessing.process
 import os
@@ -23,6 +25,7 @@ _HEAP_TYPE, _POINTER = 1 << 9, 8
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 # Modules of what writes event files.
 _WRITERS = ("torch.utils.tensorboard.", "tensorboard.summary.", "tensorboardX.")
+_CSV_WRITER = type(csv.writer(io.StringIO()))
 
 
 def is_progress_bar(value: Any) -> bool:
@@ -33,8 +36,12 @@ def is_progress_bar(value: Any) -> bool:
 def is_output(value: Any) -> bool:
     """Tell whether this only takes what it is told, and nothing of it comes back into a step.
 
-    That is a progress bar, a writer of TensorBoard's, or a file that is open for writing alone and whose class is Python's own.
+    That is a progress bar, a writer of TensorBoard's, a file that is open for writing alone and whose class is Python's own, or a
+    writer of `csv` to such a file, of which it has the method `write` and no more.
     """
+    if type(value) is _CSV_WRITER:
+        parts = [part for part in gc.get_referents(value) if isinstance(part, types.BuiltinMethodType)]
+        return bool(parts) and all(is_output(part.__self__) and not has_a_reader(part.__self__) for part in parts)
     home = type(value).__module__
     if isinstance(value, io.IOBase) and home.partition(".")[0] in sys.stdlib_module_names:
         return not value.closed and value.writable() and not value.readable()
