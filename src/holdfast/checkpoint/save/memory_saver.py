@@ -415,16 +415,18 @@ class Saver:
         return quiet
 
     def _save(self, handle: SaveHandle, *, durable: bool, why: Waits) -> None:
+        began = time.monotonic()
         self.fence.release()
         client = self._link.client
         if client is None:
             raise KeeperLost("a new one is being started")
-        if self._link.silent:
-            raise LevelNotReached("the keeper of this node does not answer")
+        self._require_answers()
         last = why is Waits.LAST
-        if not self.fence.idle(0.0 if self._growing and not last else max(self._patience_s, IDLE_S)):
+        patience_s = self._patience_s - (0.0 if last else time.monotonic() - began)
+        if not self.fence.idle(0.0 if self._growing and not last else max(patience_s, IDLE_S)):
             what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
             raise LevelNotReached(what)
+        self._require_answers()  # which that copy may have waited for in vain
         self._growing = False
         self._pay()
         self._look_for_graphs()
@@ -458,6 +460,11 @@ class Saver:
             self._copy(taken, self._open_now(taken))
         else:
             self._copy_late(replace(taken, gathered=aside))
+
+    def _require_answers(self) -> None:
+        """Whoever knows that the keeper does not answer waits for it no more, and no step behind."""
+        if self._link.silent:
+            raise LevelNotReached("the keeper of this node does not answer")
 
     def _look_for_graphs(self) -> None:
         """Nothing may be copied late if steps are made that pass no fence: those that a graph of a device replays.
