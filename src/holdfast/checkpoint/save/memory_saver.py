@@ -462,7 +462,7 @@ class Saver:
             self._copy_late(replace(taken, gathered=aside))
 
     def _require_answers(self) -> None:
-        """Whoever knows that the keeper does not answer waits for it no more, and no step behind."""
+        """Refuses to go on with a keeper that is known not to answer: neither this nor the step behind waits for it again."""
         if self._link.silent:
             raise LevelNotReached("the keeper of this node does not answer")
 
