@@ -607,8 +607,8 @@ def test_who_was_closed_in_another_thread_keeps_no_sigterm_from_the_script(make:
         signal.signal(signal.SIGTERM, before)
 
 
-class Alarm(Exception):
-    """What scripts raise in a handler: an error as any."""
+class Alarm(TimeoutError):
+    """What scripts raise in a handler: an error as any, and one as a connection raises it."""
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_budget": "1KB"}], ids=["memory", "storage"])
@@ -619,6 +619,8 @@ def test_an_error_that_a_handler_raises_within_a_save_leaves_it_as_it_is(make: M
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal left
+        if event not in ("call", "return"):  # where a lock is taken no handler runs
+            return
         left -= frame.f_code.co_filename not in spared
         if left <= 0 and frame.f_code.co_name != "__del__":
             sys.setprofile(None)
@@ -632,7 +634,7 @@ def test_an_error_that_a_handler_raises_within_a_save_leaves_it_as_it_is(make: M
     checkpointer.restore()
     before, numbers = signal.signal(signal.SIGUSR1, handle), itertools.count(1)
     try:
-        for moment in range(1, 4000, 197):
+        for moment in range(1, 4000, 97):
             trainee.train()
             left = moment
             with suppress(Alarm):
@@ -645,6 +647,6 @@ def test_an_error_that_a_handler_raises_within_a_save_leaves_it_as_it_is(make: M
     finally:
         sys.setprofile(None)
         signal.signal(signal.SIGUSR1, before)
-    assert moment > 500
+    assert moment > 400
     checkpointer.save(next(numbers), level="durable").wait("durable")
     checkpointer.close()

@@ -60,6 +60,7 @@ from holdfast.checkpoint.save.save_schedule import Schedule, parse_cadence
 from holdfast.checkpoint.save.slot_patience import Waits
 from holdfast.checkpoint.state.dataloader import is_plain
 from holdfast.checkpoint.state.stateful import Keys
+from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.checkpoint.usage.loop_observer import Observer
@@ -417,6 +418,7 @@ class Checkpointer:
             try:
                 client.persist(newest)
             except KeeperLost as error:
+                pass_on(error)
                 logger.info("%s is not written instead of what was due: %s", newest, error)
 
     def _save_now(
@@ -918,6 +920,7 @@ class Checkpointer:
             try:
                 run.link.require().persist(handle.version)
             except KeeperLost as error:
+                pass_on(error)
                 logger.warning("%s cannot be made durable now: %s", handle.version, error)
             run.schedule.saved(handle.version.step, durable=True)
             run.durables.add(handle, also_to)
@@ -1004,6 +1007,7 @@ class Checkpointer:
             for proposal in proposals:
                 run.link.require().propose(proposal)
         except KeeperLost as error:
+            pass_on(error)
             logger.info("nothing was proposed, and is again later: %s", error)
 
     def _appointed(self, appointment: Appointment) -> None:
@@ -1019,8 +1023,9 @@ class Checkpointer:
         version = run.job.version(step)
         try:
             run.link.require().abandon(version, "this rank was past the step when it was appointed")
-        except KeeperLost:
+        except KeeperLost as error:
             run.link.unannounced.add(version)
+            pass_on(error)
 
 
 def _run_of(owner: weakref.ref[Checkpointer]) -> Callable[[], Run | None]:

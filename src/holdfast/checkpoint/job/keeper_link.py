@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, CorruptError, HoldfastError, KeeperLost, LevelNotReached
 from holdfast.base.events import Events
+from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.core.model import BundleRef, Level, RankLayout, Version
 from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.scheduling.step_agreement import Appointment
@@ -285,6 +286,7 @@ class KeeperLink:
             try:
                 tell(client)
             except KeeperLost as error:
+                pass_on(error)
                 logger.info("the keeper did not hear of %s: %s", what, error)
 
     def show_waits(self, page: Callable[[], tuple[int, ...]]) -> None:

@@ -815,8 +815,9 @@ class Saver:
                 self._link.unannounced.add(handle.version)
             else:
                 client.abandon(handle.version, reason)
-        except KeeperLost:
+        except KeeperLost as error:
             self._link.unannounced.add(handle.version)
+            pass_on(error)
 
 
 def _all(structure: Structure) -> tuple[int, ...]:
