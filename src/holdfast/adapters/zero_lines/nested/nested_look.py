@@ -211,9 +211,10 @@ class Looker:
         local: dict[str, Any] = {}
         carried: dict[str, Any] = {}
         for each, where in stack:
-            names = {**where.f_globals, **(own(where) if is_function(where) else {})}
+            mine = own(where) if is_function(where) else where.f_globals
+            names = mine if each.outer else {**where.f_globals, **mine}
             lives = {name: names[name] for name in each.lives if name in names and type(names[name]) is not Lost}
-            # Of an outer loop plain values are looked at where they are.
+            # Of an outer loop plain values, and names of the script that a function sets, are looked at where they are.
             carried |= {name: value for name, value in lives.items() if not each.outer or not is_plain(value)}
 
         def scope(each: FrameType) -> Mapping[str, Any]:
