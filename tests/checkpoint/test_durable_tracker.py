@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -570,6 +571,31 @@ def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(
         time.sleep(0.02)
     trainee.train()
     checkpointer.save(4, "durable").wait(timeout_s=DEADLINE_S)
+    leave(checkpointer)
+
+
+def test_a_keeper_that_freezes_beside_a_copy_holds_up_each_call_for_a_moment_and_no_step_behind(make: Make) -> None:
+    """A save waits for the copy of the one before, which waits for the keeper."""
+    trainee, took_s = Trainee(), list[float]()
+    checkpointer = make(trainee, every="0")
+    checkpointer.restore()
+    for step in range(8):  # until copies are late
+        trainee.train()
+        checkpointer.save(step).wait("captured", DEADLINE_S)
+    pid = checkpointer.keeper_status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        trainee.train()
+        checkpointer.save(8)
+        for step in (9, 10, 11):
+            for call in (functools.partial(checkpointer.save, step), trainee.train):
+                began = time.monotonic()
+                call()
+                took_s.append(time.monotonic() - began)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert sum(took_s) < 2.2, took_s  # 1 s, and 0.5 s until it is known; it was a second more
     leave(checkpointer)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -603,3 +605,46 @@ def test_who_was_closed_in_another_thread_keeps_no_sigterm_from_the_script(make:
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class Alarm(Exception):
+    """What scripts raise in a handler: an error as any."""
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": "1KB"}], ids=["memory", "storage"])
+def test_an_error_that_a_handler_raises_within_a_save_leaves_it_as_it_is(make: Make, options: dict[str, Any]) -> None:
+    """At drawn moments: not taken for a fault of the save's, which is given up. The next one is made."""
+    # The threads and locks of the standard library, which may keep what is raised there; and who says what it deletes.
+    spared, left = (threading.__file__, weakref.__file__), 0
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        left -= frame.f_code.co_filename not in spared
+        if left <= 0 and frame.f_code.co_name != "__del__":
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handle(*_: object) -> None:
+        raise Alarm
+
+    trainee = Trainee()
+    checkpointer = make(trainee, every="0", **options)
+    checkpointer.restore()
+    before, numbers = signal.signal(signal.SIGUSR1, handle), itertools.count(1)
+    try:
+        for moment in range(1, 4000, 197):
+            trainee.train()
+            left = moment
+            with suppress(Alarm):
+                sys.setprofile(look)
+                checkpointer.save(next(numbers), level="durable")
+                sys.setprofile(None)
+                assert left > 0, f"moment {moment}"
+                break
+            sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    assert moment > 500
+    checkpointer.save(next(numbers), level="durable").wait("durable")
+    checkpointer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint.entries import living_gradients
 from holdfast.checkpoint.entries.gradients_part import GradientsPart
-from holdfast.checkpoint.entries.zeroed_gradients import FULL_FIRST, IN_TURN
+from holdfast.checkpoint.entries.zeroed_gradients import FULL_FIRST, IN_TURN, ZeroedGradients
 from holdfast.checkpoint.state.training_state import State
 from state_kit import restore, save
 
@@ -195,3 +196,26 @@ def test_what_ddp_has_noted_of_an_accumulation_is_told_as_lost(
         assert ("its ranks differ" in caplog.text) == (not synced)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_gradient_that_another_thread_takes_away_is_there_while_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    """Its memory would be gone, and the process end."""
+    parameter, there = torch.nn.Parameter(torch.zeros(4096)), list[bool]()
+    parameter.grad = torch.zeros(4096)
+    held = weakref.ref(parameter.grad)
+
+    def take_away(*_: object) -> bool:
+        parameter.grad = None
+        there.append(held() is not None)
+        return True
+
+    monkeypatch.setattr(living_gradients, "same_memory", take_away)
+    if ends:
+        ZeroedGradients()._is_zero_at_its_ends(parameter)
+    else:
+        living_gradients.is_zero(parameter)
+    assert there == [True, True]
+    assert held() is None

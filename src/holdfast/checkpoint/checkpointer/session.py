@@ -18,6 +18,7 @@ from holdfast.checkpoint.save.durable_tracker import DurableTracker
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.save.save_schedule import Schedule
 from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
+from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.checkpoint.usage.loop_observer import Observer
@@ -133,6 +134,7 @@ class Run:
             try:
                 self.state.gather()
             except Exception as error:  # noqa: BLE001 - of the user's objects; what was saved before is whole
+                pass_on(error)
                 return f"parameters or objects are not those of its state any more ({error})"
         return ""
 

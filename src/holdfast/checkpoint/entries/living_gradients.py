@@ -196,7 +196,8 @@ def is_zero(parameter: torch.Tensor) -> bool:
 
     It takes a microsecond or two, and as long as one read if it is zero.
     """
-    if (memory := host_memory(parameter)) is None:
+    grad = parameter.grad  # held while it is read: another thread may take it from the parameter
+    if grad is None or (memory := host_memory(parameter, grad)) is None:
         return False
     address, num_bytes = memory
     head = min(num_bytes, len(_ZEROS))  # the rest is zero if each of its bytes equals the one so far before it
@@ -209,10 +210,12 @@ def zero_ends(address: int, num_bytes: int) -> tuple[bool, bool]:
     return same_memory(address, _ZEROS, end), same_memory(address + num_bytes - end, _ZEROS, end)
 
 
-def host_memory(parameter: torch.Tensor) -> tuple[int, int] | None:
-    """Returns address and bytes of a gradient that could be that of `put_zero`; None for one that is not, or not in host memory."""
-    assert parameter.grad is not None
-    grad = local_of(parameter.grad)
+def host_memory(parameter: torch.Tensor, grad: torch.Tensor) -> tuple[int, int] | None:
+    """Returns address and bytes of a gradient that could be that of `put_zero`; None for one that is not, or not in host memory.
+
+    Whoever reads them holds the gradient.
+    """
+    grad = local_of(grad)
     if not grad.is_cpu or not may_be_zero(parameter, grad) or grad.is_conj():
         return None
     if not grad.is_contiguous() and not _is_gapless(grad):

@@ -36,8 +36,7 @@ class ZeroedGradients:
         for parameter in parameters:
             key = id(parameter)
             if self._proven.get(key, 0) >= FULL_FIRST:
-                memory = self._memory(parameter)
-                had = memory is not None and not any(living_gradients.zero_ends(*memory))
+                had = not any(self._zero_ends(parameter) or (True,))
                 (self._had_numbers.add if had else self._had_numbers.discard)(key)
 
     def found(self, candidates: Mapping[int, tuple[torch.Tensor, bool]]) -> set[int]:
@@ -66,13 +65,16 @@ class ZeroedGradients:
         return zero
 
     def _is_zero_at_its_ends(self, parameter: torch.Tensor) -> bool:
-        memory = self._memory(parameter)
-        return memory is not None and all(living_gradients.zero_ends(*memory))
+        return all(self._zero_ends(parameter) or (False,))
 
-    def _memory(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+    def _zero_ends(self, parameter: torch.Tensor) -> tuple[bool, bool] | None:
+        """Returns the same of a gradient in host memory, which is held while it is read: another thread may take it from the parameter."""
+        grad = parameter.grad
+        memory = self._memory(parameter, grad) if grad is not None else None
+        return living_gradients.zero_ends(*memory) if memory is not None else None
+
+    def _memory(self, parameter: torch.Tensor, grad: torch.Tensor) -> tuple[int, int] | None:
         """Returns address and bytes of a gradient in host memory; of one that is as it was seen last, without asking for all that it is."""
-        if (grad := parameter.grad) is None:
-            return None
         seen = self._seen.get(id(parameter))
         if (
             seen
@@ -81,7 +83,7 @@ class ZeroedGradients:
             and grad.is_contiguous()
         ):
             return seen[1]
-        found = living_gradients.host_memory(parameter)
+        found = living_gradients.host_memory(parameter, grad)
         if found is not None and type(grad) is torch.Tensor and (number := living_gradients.number_of(grad)):
             self._seen[id(parameter)] = number, found
         return found

@@ -47,8 +47,9 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
 from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES, LeftOutSaves, RepeatedReasons
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
-from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
 from holdfast.checkpoint.save.slot_patience import SlotPatience, Waits
+from holdfast.checkpoint.state.step_observer import of_a_handler, pass_on
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
 from holdfast.keeper.rpc.client import SAY_S, Begun, KeeperClient, NoSlotYet, Slot
@@ -354,24 +355,32 @@ class Saver:
         try:
             with torch.inference_mode(False):  # what is made there for later saves may not be written outside of it
                 self._save(handle, durable=durable, why=why)
-        except NoSlotYet as error:
-            self._leave_out(handle, str(error))
-        except KeeperLost as error:
-            if (client := self._link.client) is not None:
-                self._link.heard_nothing(client)  # whatever was asked of it: no later save waits for that again
-            self.give_up(handle, f"the keeper is lost: {error.what}")
-            self._link.mend()
-        except HoldfastError as error:
-            self.give_up(handle, str(error))
-        except Exception as error:  # a fault of ours or of the device must not end the training
-            logger.exception("saving %s failed", handle.version)
-            self.give_up(handle, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - see there
+            if of_a_handler(error) is not None:
+                self.give_up(handle, INTERRUPTED)
+                pass_on(error)
+            self._failed(handle, error)
         except BaseException:
-            self.give_up(handle, "the save was interrupted")
+            self.give_up(handle, INTERRUPTED)
             raise
         seconds = time.perf_counter() - started
         self._events.count("save_seconds", seconds)
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
+
+    def _failed(self, handle: SaveHandle, error: Exception) -> None:
+        """A save was not made: a fault of ours or of the device must not end the training."""
+        if isinstance(error, NoSlotYet):
+            self._leave_out(handle, str(error))
+        elif isinstance(error, KeeperLost):
+            if (client := self._link.client) is not None:
+                self._link.heard_nothing(client)  # whatever was asked of it: no later save waits for that again
+            self.give_up(handle, f"the keeper is lost: {error.what}")
+            self._link.mend()
+        elif isinstance(error, HoldfastError):
+            self.give_up(handle, str(error))
+        else:
+            logger.error("saving %s failed", handle.version, exc_info=error)
+            self.give_up(handle, f"{type(error).__name__}: {error}")
 
     def settle(self, timeout_s: float = BEHIND_S, *, release: bool = False) -> None:
         """Waits until the copy of the last save is complete or given up; with `release`, the tensors may then be written.
@@ -406,16 +415,18 @@ class Saver:
         return quiet
 
     def _save(self, handle: SaveHandle, *, durable: bool, why: Waits) -> None:
+        began = time.monotonic()
         self.fence.release()
         client = self._link.client
         if client is None:
             raise KeeperLost("a new one is being started")
-        if self._link.silent:
-            raise LevelNotReached("the keeper of this node does not answer")
+        self._require_answers()
         last = why is Waits.LAST
-        if not self.fence.idle(0.0 if self._growing and not last else max(self._patience_s, IDLE_S)):
+        patience_s = self._patience_s - (0.0 if last else time.monotonic() - began)
+        if not self.fence.idle(0.0 if self._growing and not last else max(patience_s, IDLE_S)):
             what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
             raise LevelNotReached(what)
+        self._require_answers()  # which that copy may have waited for in vain
         self._growing = False
         self._pay()
         self._look_for_graphs()
@@ -449,6 +460,11 @@ class Saver:
             self._copy(taken, self._open_now(taken))
         else:
             self._copy_late(replace(taken, gathered=aside))
+
+    def _require_answers(self) -> None:
+        """Refuses to go on with a keeper that is known not to answer: neither this nor the step behind waits for it again."""
+        if self._link.silent:
+            raise LevelNotReached("the keeper of this node does not answer")
 
     def _look_for_graphs(self) -> None:
         """Nothing may be copied late if steps are made that pass no fence: those that a graph of a device replays.

@@ -24,6 +24,7 @@ from holdfast.checkpoint.capture.late_copy_check import CopyCheck, DeviceCheck
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, differing, digest
 from holdfast.checkpoint.capture.unchanged_images import Look
 from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.keeper.rpc.client import KeeperClient
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class SaveCompletion:
         return bool(self.watched or self.check is not None)
 
     def copied(self, reason: str) -> None:
-        """The last byte was copied, or none will be any more, for `reason`. Does not raise."""
+        """The last byte was copied, or none will be any more, for `reason`. Raises only what a signal's handler raises."""
         if not reason:
             reason = self._wrong()
         if reason:
@@ -89,11 +90,13 @@ class SaveCompletion:
             self.client.copied(self.handle.version, self.view.plan.spans, self.spots, kept=kept)
         except KeeperLost as error:
             self.give_up(self.handle, f"the keeper is lost: {error.what}")
+            pass_on(error)
             return
         if self.unchanged is not None:
             try:
                 self.unchanged.note(self.view, self.client, self.handle.version)
             except Exception as error:  # noqa: BLE001 - the version stands; the next one is copied whole
+                pass_on(error)
                 logger.info("%s: what lies in the slot is not remembered: %s", self.handle.version, error)
 
     def at_fence(self, stepping: bool) -> None:
@@ -103,6 +106,7 @@ class SaveCompletion:
             looks = self.check is not None and (self.check.looks or not stepping)
             moved = self.check.moved() if self.check is not None and looks else set()
         except Exception as error:  # noqa: BLE001 - whatever it is (no memory on a device, say), the step is the user's
+            pass_on(error)
             logger.info("%s: live tensors were not compared with their copies: %s", self.handle.version, error)
             return
         unchanged = {piece.name for piece in self.watched} - changed if stepping else set()
@@ -116,7 +120,8 @@ class SaveCompletion:
                 wrong |= self.check.torn(self.view)
             if self.on_devices is not None:
                 wrong |= self.on_devices.torn(self.view)
-        except Exception as error:  # what was not checked does not count
+        except Exception as error:
+            pass_on(error)
             logger.exception("the late copy of %s was not checked", self.handle.version)
             return f"the late copy was not checked: {type(error).__name__}: {error}"
         self.trust.judge((), wrong)

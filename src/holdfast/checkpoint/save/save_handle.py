@@ -9,11 +9,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol
 
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, UsageError
 from holdfast.checkpoint.liveness import heartbeat
+from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.layout.parity_groups import NONE
 from holdfast.core.model import Level, Topology, Version
@@ -32,6 +32,7 @@ MAX_ALARMS = 3
 # Of a keeper that does not answer, once within this time aloud.
 TELL_EVERY_S = 60.0
 SILENT = "; the keeper of this node does not answer"
+INTERRUPTED = "the save was interrupted"
 
 
 class Keepers(Protocol):
@@ -117,7 +118,8 @@ class SaveHandle:
         if client.announced.superseded(self.version):
             try:
                 client.status(timeout_s=ASK_TIMEOUT_S)  # behind all that the keeper said before
-            except HoldfastError:
+            except HoldfastError as error:
+                pass_on(error)
                 if client.alive:
                     client.announced.nothing_heard(self.version)
         return client.announced.superseded(self.version)
@@ -156,8 +158,10 @@ class SaveHandle:
             if is_stored or look_s >= LOOK_S:
                 self._asked = client
             if not is_stored and client is not None:
-                with suppress(KeeperLost):
+                try:
                     client.persist(self.version)
+                except KeeperLost as error:
+                    pass_on(error)
         finally:
             self._asking.release()
 
@@ -169,6 +173,7 @@ class SaveHandle:
             ):
                 self._is_committed = True
         except HoldfastError as error:
+            pass_on(error)
             logger.info("whether %s is in storage is not known: %s", self.version, error)
         return self._is_committed
 
@@ -260,10 +265,9 @@ def _alarms(client: KeeperClient) -> str:
     """Return what the keeper warns of now; it is most likely the reason. `SILENT`: it does not answer."""
     try:
         return "".join(f"; {alarm['text']}" for alarm in client.status(timeout_s=ASK_TIMEOUT_S)["alarms"][:MAX_ALARMS])
-    except KeeperLost:
-        return SILENT if client.alive else ""
-    except HoldfastError:
-        return ""
+    except HoldfastError as error:
+        pass_on(error)
+        return SILENT if isinstance(error, KeeperLost) and client.alive else ""
 
 
 def as_level(level: object) -> Level:

@@ -42,8 +42,9 @@ from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.liveness import open_checkpointers
-from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
 from holdfast.checkpoint.save.slot_patience import Waits
+from holdfast.checkpoint.state.step_observer import of_a_handler, pass_on
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.layout.bundles import fingerprint_of
@@ -167,14 +168,11 @@ class DirectSaver:
         try:
             self._save(handle.version)
             handle.committed()
-        except HoldfastError as error:
-            logger.warning("%s is given up: %s", handle.version, error)
-            handle.give_up(str(error))
-            if isinstance(error, StorageFull) and self._job.group.rank == 0:
-                self._make_room()
-        except Exception as error:  # a fault of ours or of the device must not end the training
-            logger.exception("saving %s failed", handle.version)
-            handle.give_up(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - see there
+            if of_a_handler(error) is not None:
+                handle.give_up(INTERRUPTED)
+                pass_on(error)
+            self._failed(handle, error)
         seconds = time.perf_counter() - started
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
         if not handle.given_up:
@@ -182,6 +180,17 @@ class DirectSaver:
             if not self.keeps_link:
                 self._link.go_without_keeper(finished=True)
             self._post(str(handle.version))
+
+    def _failed(self, handle: SaveHandle, error: Exception) -> None:
+        """A save was not made: a fault of ours or of the device must not end the training."""
+        if not isinstance(error, HoldfastError):
+            logger.error("saving %s failed", handle.version, exc_info=error)
+            handle.give_up(f"{type(error).__name__}: {error}")
+            return
+        logger.warning("%s is given up: %s", handle.version, error)
+        handle.give_up(str(error))
+        if isinstance(error, StorageFull) and self._job.group.rank == 0:
+            self._make_room()
 
     def _save(self, version: Version) -> None:
         group = self._job.group

@@ -262,10 +262,20 @@ def _inner(optimizer: Optimizer) -> list[Optimizer]:
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 
 
-def _of_a_handler(error: BaseException) -> bool:
-    """Return whether a signal's handler of the user's raised it, while the hook waited."""
-    handlers = _handlers()
-    return any(_is_of_a_handler(frame, handlers) for frame, _ in traceback.walk_tb(error.__traceback__))
+def of_a_handler(error: BaseException) -> BaseException | None:
+    """Returns what a signal's handler of the user's raised while we were at work: the error, or what it was made of; else None."""
+    handlers, each = _handlers(), error
+    while not any(_is_of_a_handler(frame, handlers) for frame, _ in traceback.walk_tb(each.__traceback__)):
+        if each.__cause__ is None:
+            return None
+        each = each.__cause__
+    return each
+
+
+def pass_on(error: BaseException) -> None:
+    """Raises what a signal's handler of the user's raised while we were at work; returns where none has."""
+    if (theirs := of_a_handler(error)) is not None:
+        raise theirs
 
 
 def _is_of_a_handler(frame: FrameType, handlers: set[CodeType | None]) -> bool:
@@ -315,6 +325,5 @@ class _Hook:
         try:
             self._call(optimizer)
         except Exception as error:  # the step is the user's, and what failed is ours
-            if _of_a_handler(error):
-                raise
+            pass_on(error)
             logger.exception("a hook of ours failed at an optimizer's step; the step goes on")

@@ -19,6 +19,7 @@ import torch
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.containers import items_of, parts_of
 from holdfast.checkpoint.entries.sharding import local_of, memory_of
+from holdfast.checkpoint.state.step_observer import pass_on
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class UnsavedStateCheck:
         try:
             self._look(trained)
         except Exception as error:  # noqa: BLE001 - a save must not fail of what other people's objects hold
+            pass_on(error)
             logger.info("it is not looked for state that no version has: %s: %s", type(error).__name__, error)
             self._looks = NUM_LOOKS
 

@@ -20,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from holdfast.checkpoint.state.loop_values import CarriedPart
+from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.given_objects import Given
 from holdfast.checkpoint.usage.loop_analysis import Around, around, from_outside
@@ -102,6 +103,7 @@ class Observer:
         try:
             return self._at(user_frames.users(frame))
         except Exception as error:  # noqa: BLE001 - it is other people's code and objects, and training must go on
+            pass_on(error)
             logger.info("the script's loop is not looked at: %s: %s", type(error).__name__, error)
             self._off = True
             return False

@@ -33,6 +33,7 @@ from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.entries.types import Group, SavedTensor
 from holdfast.checkpoint.liveness import heartbeat
+from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.usage import sandbox
 from holdfast.core.model import Shard
@@ -197,6 +198,7 @@ class SelfCheck:
             if len(self._digests) == COMPARED:
                 return self._judge()
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
+            pass_on(error)
             self._give_up(f"{type(error).__name__}: {error}")
             self.end()
         return ""
