@@ -1012,7 +1012,7 @@ for epoch in range(3):
     ), kills=("2,3",), scale="(1 + Kept.mean.sum().item())"),
     "list of tensors that lives from epoch to epoch": Case(inline(
         pre="means = []", behind="means = means + [x.mean(0)]",
-    ), "means", kills=("2,3",), scale="(1 + sum(map(torch.sum, means)))"),
+    ), kills=("1,3", "2,3"), scale="(1 + sum(map(torch.sum, means)))"),
     "tensor of the epochs that steps change in place": Case(inline(
         pre="mean = torch.zeros(4)", body="mean.add_(x.mean(0))", behind="mean = mean * 0.5",
     ), "mean", kills=("2,3",), scale="(1 + mean.sum().item())"),
