@@ -904,6 +904,29 @@ def main():
 main()
 """, kills=("0,5", "1,3", "2,6")),
     # Not kept, and why.
+    "order that a tensor of later steps tells": Case("""
+seen = torch.zeros(28)
+orders = []
+for epoch in range(3):
+    order = torch.argsort(seen + torch.arange(28) / 100)
+    for i, part in enumerate(order.split(4)):
+        x, y = dataset.tensors[0][part], dataset.tensors[1][part]
+        seen[part] = torch.rand(4)
+        {step}
+        die(epoch, i)
+    orders.append(order.tolist())
+""", "'order' was made before the loop", shown="orders", kills=("1,3", "2,3")),
+    "number of steps that a tensor of later steps tells": Case("""
+seen, counts = torch.zeros(9), []
+for epoch in range(3):
+    number = 5 + int(seen.sum()) % 3
+    for i in range(number):
+        x, y = (part[4 * i % 28 : 4 * i % 28 + 4] for part in dataset.tensors)
+        seen[i] = 1.0
+        {step}
+        die(epoch, i)
+    counts.append(number)
+""", "'number' was made before the loop", shown="counts", kills=("1,3",)),
     "state of all epochs that an inner loop changes": Case("""
 mean = {name: each.clone() for name, each in model.state_dict().items()}
 for epoch in range(3):
@@ -989,7 +1012,7 @@ for epoch in range(3):
     ), kills=("2,3",), scale="(1 + Kept.mean.sum().item())"),
     "list of tensors that lives from epoch to epoch": Case(inline(
         pre="means = []", behind="means = means + [x.mean(0)]",
-    ), "means", kills=("2,3",), scale="(1 + sum(map(torch.sum, means)))"),
+    ), kills=("1,3", "2,3"), scale="(1 + sum(map(torch.sum, means)))"),
     "tensor of the epochs that steps change in place": Case(inline(
         pre="mean = torch.zeros(4)", body="mean.add_(x.mean(0))", behind="mean = mean * 0.5",
     ), "mean", kills=("2,3",), scale="(1 + mean.sum().item())"),

@@ -28,7 +28,7 @@ SAMPLE = {
     "numbers in numbers, order drawn between": "2,6", "tensors of an attribute that are views": "2,3",
     "workers that stay and draw": "2,3", "writer of TensorBoard": "2,3", "files that are only written": "2,3",
     "file that is read and written": "0,4", "files in a directory that the time of the start names": "2,3",
-    "best state of all epochs": "1,3", "tensor of all epochs of two names": "2,3",
+    "best state of all epochs": "1,3", "meters of tensors": "0,4", "order that a tensor of later steps tells": "1,3", "tensor of all epochs of two names": "2,3",
     "batches that are asked for": "2,3", "batches that a function asks for": "8", "batches that are asked for, of another loader": "2,3",
     "tensor of its own that an optimizer steps": "2,3", "tensor of its own that is changed by hand": "2,3",
     "batches that are asked for, of another size from one on": "0,4", "tensors of their own with names that are alike": "2,3",

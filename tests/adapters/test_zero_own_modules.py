@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from holdfast.adapters.zero_lines.nested.nested_script import Nest
 from holdfast.adapters.zero_lines.nested.texts_of_start import are_alike
 from holdfast.adapters.zero_lines.own_modules import OwnFinder, find_in_modules, find_in_script
 from holdfast.adapters.zero_lines.script_text import HOOK
+from holdfast.checkpoint.usage.clock_names import names_of_start
 
 LOOP = "def train(batches, model, optimizer):\n    for x in batches:\n        model(x).backward()\n        optimizer.step()\n"
 
@@ -140,3 +143,21 @@ def test_a_module_of_the_same_name_that_comes_first_is_left_alone(
         assert not hasattr(own_twice, HOOK)
     finally:
         finder.forget()
+
+
+def test_a_large_package_is_read_once_for_the_names_that_hold_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "\n".join(f"def f{n}():\n    now = time.time()\n    return now\n" for n in range(200))
+    tree, walk, seen = ast.parse(f"import time\n{text}"), ast.walk, 0
+    size = sum(1 for _ in walk(tree))
+
+    def counted(node: ast.AST) -> Iterator[ast.AST]:
+        nonlocal seen
+        for each in walk(node):
+            seen += 1
+            yield each
+
+    monkeypatch.setattr(ast, "walk", counted)
+    names = names_of_start([tree])
+    monkeypatch.undo()
+    assert names >= {"now", "f0", "f199"}
+    assert seen < 10 * size, "each function was gone through for each of the others"

@@ -20,6 +20,8 @@ _DRAWN = {"uuid1", "uuid4", "token_hex", "token_urlsafe", "mkdtemp", "TemporaryD
 # What reads a file begins with one of these words, or opens it so.
 _READERS = ("load", "read", "resume", "restore", "from_", "imread", "safe_open", "open")
 _WRITING = re.compile(r"[wax][bt]?")
+# Statements and expressions by which something is given a value.
+_GIVING = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.Return, ast.Call)
 _OF_START = re.compile(rf"\b({'|'.join(sorted(CLOCKS | _DRAWN))})\b")
 
 
@@ -31,17 +33,20 @@ def of_start(text: str) -> bool:
 def names_of_start(trees: Sequence[ast.Module]) -> frozenset[str]:
     """Returns the names and attributes, in texts that belong together, that may hold a time or a name that was drawn."""
     functions: dict[str, list[Function]] = {}
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    for node in nodes:
-        if isinstance(node, Function):
+    nodes: list[ast.AST] = []
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, _GIVING):
+            nodes.append(node)
+        elif isinstance(node, Function):
             functions.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.ClassDef):
             made = [part for part in node.body if isinstance(part, Function) and part.name == "__init__"]
             functions.setdefault(node.name, []).extend(made)
     found: set[str] = set()
+    returns = _returns(functions)
     while True:
         words = CLOCKS | _DRAWN | found
-        new = {name for node in nodes for name in _given(node, functions, words, attributes=True)} - found
+        new = {name for node in nodes for name in _given(node, functions, words, returns, attributes=True)} - found
         if not new:
             return frozenset(found)
         found |= new
@@ -81,9 +86,10 @@ def clock_names(tree: ast.Module, *, meters: bool = False) -> frozenset[str]:
         if isinstance(node, Function):
             functions.setdefault(node.name, []).append(node)
     found: set[str] = set()
+    returns = _returns(functions)
     while True:
         words = CLOCKS | found
-        new = {name for node in ast.walk(tree) for name in _given(node, functions, words)} - found
+        new = {name for node in ast.walk(tree) for name in _given(node, functions, words, returns)} - found
         new |= (
             {name for node in ast.walk(tree) for name in _metered(node, functions, words)} - found if meters else set()
         )
@@ -92,8 +98,23 @@ def clock_names(tree: ast.Module, *, meters: bool = False) -> frozenset[str]:
         found |= new
 
 
+def _returns(functions: dict[str, list[Function]]) -> dict[int, set[str]]:
+    """Returns the names of the functions that each `return` stands in, by its `id`."""
+    found: dict[int, set[str]] = {}
+    for name, each in functions.items():
+        for node in (node for function in each for node in ast.walk(function)):
+            if isinstance(node, ast.Return):
+                found.setdefault(id(node), set()).add(name)
+    return found
+
+
 def _given(
-    node: ast.AST, functions: dict[str, list[Function]], words: set[str], *, attributes: bool = False
+    node: ast.AST,
+    functions: dict[str, list[Function]],
+    words: set[str],
+    returns: dict[int, set[str]],
+    *,
+    attributes: bool = False,
 ) -> set[str]:
     """Returns what gets a time by one node."""
     if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
@@ -102,7 +123,7 @@ def _given(
         held = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and attributes)
         return stored([node]) | {part.attr for part in held if isinstance(part.ctx, ast.Store)}
     if isinstance(node, ast.Return) and node.value is not None and _asks(node.value, functions, words):
-        return {name for name, found in functions.items() if any(node in ast.walk(each) for each in found)}
+        return returns.get(id(node), set())
     if isinstance(node, ast.Call):
         return {
             name for each in functions.get(last_name(node.func), ()) for name in _passed(node, each, functions, words)

@@ -8,6 +8,7 @@ at the outermost loop must be as it was, or be carried; what was made between mu
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,13 @@ from holdfast.adapters.zero_lines.nested.nested_items import Items, digest_of
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.reach.loader_places import has_place
 from holdfast.adapters.zero_lines.reach.look import Look, Owner
-from holdfast.adapters.zero_lines.reach.plain_values import is_plain
+from holdfast.adapters.zero_lines.reach.plain_values import has_set, is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.adapters.zero_lines.reach.walk import workers_stay
 from holdfast.checkpoint.entries.carried_tensors import is_carried, stays
 from holdfast.checkpoint.usage.user_frames import own
+
+_WORD = re.compile(r"\w+")
 
 
 class Lost:
@@ -208,9 +211,10 @@ class Looker:
         local: dict[str, Any] = {}
         carried: dict[str, Any] = {}
         for each, where in stack:
-            names = {**where.f_globals, **(own(where) if is_function(where) else {})}
+            mine = own(where) if is_function(where) else where.f_globals
+            names = mine if each.outer else {**where.f_globals, **mine}
             lives = {name: names[name] for name in each.lives if name in names and type(names[name]) is not Lost}
-            # Of an outer loop plain values are looked at where they are.
+            # Of an outer loop plain values, and names of the script that a function sets, are looked at where they are.
             carried |= {name: value for name, value in lives.items() if not each.outer or not is_plain(value)}
 
         def scope(each: FrameType) -> Mapping[str, Any]:
@@ -273,7 +277,24 @@ class Looker:
             timed = kind in ("float", "int", "str") and path.rpartition(".")[2] in self._nest.clocked
             if outermost.local.get(path) != (kind, token) and not timed:
                 entry.made[path] = xxhash.xxh3_64_hexdigest(token.encode())
+        if entries:
+            entry.made |= self._values_made(now, outermost)
         return entry
+
+    def _values_made(self, now: Look, outermost: Look) -> dict[str, str]:
+        """Returns tokens of values that can be carried and are not as they were where the outermost loop began: an order that weights tell.
+
+        A restart makes them again, and then sets them as the version has them. What was made of them by then is not set.
+        """
+        timed = self._nest.clocked | self._nest.started
+        found: dict[str, str] = {}
+        for path, leaf in now.leaves.items():
+            was = outermost.leaves.get(path)
+            if (was is not None and was.token == leaf.token) or leaf.lasts or path in now.fixed:
+                continue
+            if timed.isdisjoint(_WORD.findall(path)) and not (leaf.held is None and has_set(leaf.value())):
+                found[path] = xxhash.xxh3_64_hexdigest(repr(leaf.token).encode())
+        return found
 
     def _texts_of_start(self, outermost: Look) -> set[str]:
         """Returns the paths of texts that hold the time of the start: all, if the loop reads one and a version is compared with it."""

@@ -40,16 +40,23 @@ def is_output(value: Any) -> bool:
     writer of `csv` to such a file, of which it has the method `write` and no more.
     """
     if type(value) is _CSV_WRITER:
-        parts = [part for part in gc.get_referents(value) if isinstance(part, types.BuiltinMethodType)]
-        return bool(parts) and all(is_output(part.__self__) and not has_a_reader(part.__self__) for part in parts)
+        return all(map(is_output, _files_of(value)))
     home = type(value).__module__
     if isinstance(value, io.IOBase) and home.partition(".")[0] in sys.stdlib_module_names:
         return not value.closed and value.writable() and not value.readable()
     return is_progress_bar(value) or home.startswith(_WRITERS)
 
 
+def _files_of(writer: Any) -> list[Any]:
+    """Lists the file that a writer of `csv` writes to; None if what it calls is no method of one."""
+    parts = [part for part in gc.get_referents(writer) if isinstance(part, types.BuiltinMethodType)]
+    return [part.__self__ for part in parts] or [None]
+
+
 def has_a_reader(value: Any) -> bool:
     """Tell whether what is written to a file may be read by a program, this one too: in memory, or at the other end of a pipe or a socket."""
+    if type(value) is _CSV_WRITER:
+        return any(map(has_a_reader, _files_of(value)))
     if not isinstance(value, io.IOBase):
         return False
     try:
