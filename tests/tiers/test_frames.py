@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
+import signal
 import socket
 import struct
 import threading
@@ -36,6 +38,29 @@ def raw() -> Iterator[tuple[socket.socket, Channel]]:
     yield one, channel
     one.close()
     channel.close()
+
+
+@pytest.mark.parametrize("moment", ["sent", "received", "waited for"])
+def test_an_error_of_a_signals_handler_is_no_loss_of_the_peer(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def handle(*_: object) -> None:
+        raise ConnectionResetError("of the script")
+
+    def struck(*_: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    channel = pair[0]
+    if moment == "waited for":
+        monkeypatch.setattr(frames, "select", SimpleNamespace(poll=struck, POLLIN=select.POLLIN))
+    else:
+        monkeypatch.setattr(channel._link, "send" if moment == "sent" else "receive", struck)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(ConnectionResetError, match="of the script"):
+            channel.send(b"x", timeout_s=1) if moment == "sent" else channel.receive(timeout_s=1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_frames_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:

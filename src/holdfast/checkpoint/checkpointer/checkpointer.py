@@ -60,7 +60,6 @@ from holdfast.checkpoint.save.save_schedule import Schedule, parse_cadence
 from holdfast.checkpoint.save.slot_patience import Waits
 from holdfast.checkpoint.state.dataloader import is_plain
 from holdfast.checkpoint.state.stateful import Keys
-from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.checkpoint.usage.loop_observer import Observer
@@ -74,6 +73,7 @@ from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage, open_storage
+from holdfast.tiers.wire.handler_errors import pass_on
 from holdfast.tiers.wire.lock_owner import is_mine
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from holdfast.checkpoint.save.durable_tracker import DurableTracker
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.save.save_schedule import Schedule
 from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
-from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.checkpoint.usage.loop_observer import Observer
 from holdfast.core.model import Version
+from holdfast.tiers.wire.handler_errors import pass_on
 
 
 class Levels(Protocol):

@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, CorruptError, HoldfastError, KeeperLost, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.core.model import BundleRef, Level, RankLayout, Version
 from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.scheduling.step_agreement import Appointment
@@ -36,6 +35,7 @@ from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import read_header
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire import tcp
+from holdfast.tiers.wire.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 

@@ -49,13 +49,13 @@ from holdfast.checkpoint.save.left_out_saves import ASIDE_BYTES, LeftOutSaves, R
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
 from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
 from holdfast.checkpoint.save.slot_patience import SlotPatience, Waits
-from holdfast.checkpoint.state.step_observer import of_a_handler, pass_on
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
 from holdfast.keeper.rpc.client import SAY_S, Begun, KeeperClient, NoSlotYet, Slot
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
 from holdfast.tiers.memory.usable_cores import usable_cores
+from holdfast.tiers.wire.handler_errors import of_a_handler, pass_on
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from holdfast.checkpoint.capture.late_copy_check import CopyCheck, DeviceCheck
 from holdfast.checkpoint.capture.mutation_check import MutationHistory, differing, digest
 from holdfast.checkpoint.capture.unchanged_images import Look
 from holdfast.checkpoint.save.save_handle import SaveHandle
-from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.tiers.wire.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 

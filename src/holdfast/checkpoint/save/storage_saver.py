@@ -44,7 +44,6 @@ from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
 from holdfast.checkpoint.save.slot_patience import Waits
-from holdfast.checkpoint.state.step_observer import of_a_handler, pass_on
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.layout.bundles import fingerprint_of
@@ -57,6 +56,7 @@ from holdfast.tiers.memory.memory_budget import read_limits
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import BundleFile, Manifest
 from holdfast.tiers.storage.version_store import Storage
+from holdfast.tiers.wire.handler_errors import of_a_handler, pass_on
 
 logger = logging.getLogger(__name__)
 

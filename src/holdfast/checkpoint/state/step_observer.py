@@ -16,18 +16,15 @@ forked child nothing is done: the state that the hooks guard is its parent's. Us
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
-import signal
 import sys
 import threading
-import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -37,13 +34,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.checkpoint.device import accelerator
+from holdfast.tiers.wire import handler_errors
 
 logger = logging.getLogger(__name__)
 
 # The file of the function that torch puts around every `step`.
 _AROUND_STEPS = Optimizer.profile_hook_step.__code__.co_filename
-
-
 _WRAPPED = "_holdfast_wrapped"
 
 
@@ -103,13 +99,13 @@ class Steps:
         if threading.get_ident() not in self._inside:
             return False
         frame: FrameType | None = sys._getframe()
-        handlers, is_handled, is_ours = _handlers(), False, False
+        handlers, is_handled, is_ours = handler_errors.handler_codes(), False, False
         while frame is not None:
             if frame.f_code.co_filename == _AROUND_STEPS:
                 if is_handled and not is_ours:
                     return True
                 is_ours = False  # around this step there may be another one, which has written a part
-            is_handled = is_handled or _is_of_a_handler(frame, handlers)
+            is_handled = is_handled or handler_errors.is_of_a_handler(frame, handlers)
             is_ours = is_ours or frame.f_code is _Hook.__call__.__code__
             frame = frame.f_back
         return False
@@ -216,7 +212,10 @@ _scalers = functools.cache(_Scalers)
 
 
 def register_skipped_step_hook(call: Callable[[Optimizer], None]) -> RemovableHandle:
-    """Calls back when a `GradScaler` has left out the step of an optimizer, whose gradients overflowed, until the handle is removed."""
+    """Calls back when a `GradScaler` has left out the step of an optimizer, whose gradients overflowed, until the handle is removed.
+
+    A class that derives later, and steps by a method of its own, is seen from the next registration on.
+    """
     scalers = _scalers()
     scalers.wrap()
     hooks = scalers.hooks
@@ -262,54 +261,6 @@ def _inner(optimizer: Optimizer) -> list[Optimizer]:
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 
 
-def of_a_handler(error: BaseException) -> BaseException | None:
-    """Returns what a signal's handler of the user's raised while we were at work: the error, or what it was made of; else None."""
-    handlers, each = _handlers(), error
-    while not any(_is_of_a_handler(frame, handlers) for frame, _ in traceback.walk_tb(each.__traceback__)):
-        if each.__cause__ is None:
-            return None
-        each = each.__cause__
-    return each
-
-
-def pass_on(error: BaseException) -> None:
-    """Raises what a signal's handler of the user's raised while we were at work; returns where none has."""
-    if (theirs := of_a_handler(error)) is not None:
-        raise theirs
-
-
-def _is_of_a_handler(frame: FrameType, handlers: set[CodeType | None]) -> bool:
-    """Return whether a frame is that of a signal's handler: it is one now, or was given the frame that it interrupts.
-
-    Many a handler sets another one in its place before it does anything else.
-    """
-    code, caller = frame.f_code, frame.f_back
-    if code in handlers:
-        return True
-    num_named = code.co_argcount + code.co_kwonlyargcount
-    num_names = num_named + bool(code.co_flags & inspect.CO_VARARGS)
-    if caller is None or num_names < 1:
-        return False
-    values = [frame.f_locals.get(name) for name in code.co_varnames[:num_names]]
-    given = (*values[:num_named], *(values[num_named] or () if num_names > num_named else ()))
-    return any(value is caller for value in given)
-
-
-def _handlers() -> set[CodeType | None]:
-    """Returns the code of each signal's handler."""
-    return {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-
-
-def _code(handler: Any) -> CodeType | None:
-    """The code that a handler runs, if it is written in Python: of a function, a method, a partial, an object's call."""
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    handler = getattr(handler, "__func__", handler)
-    if callable(handler) and not hasattr(handler, "__code__"):
-        handler = type(handler).__call__
-    return getattr(handler, "__code__", None)
-
-
 class _Hook:
     """A hook that raises nothing into the step, and that torch.compile leaves alone where it compiles one."""
 
@@ -325,5 +276,5 @@ class _Hook:
         try:
             self._call(optimizer)
         except Exception as error:  # the step is the user's, and what failed is ours
-            pass_on(error)
+            handler_errors.pass_on(error)
             logger.exception("a hook of ours failed at an optimizer's step; the step goes on")

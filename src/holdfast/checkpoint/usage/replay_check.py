@@ -33,11 +33,11 @@ from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.entries.types import Group, SavedTensor
 from holdfast.checkpoint.liveness import heartbeat
-from holdfast.checkpoint.state.step_observer import pass_on
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.usage import sandbox
 from holdfast.core.model import Shard
 from holdfast.tiers.format import values as value_codec
+from holdfast.tiers.wire.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 

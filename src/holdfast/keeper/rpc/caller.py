@@ -30,6 +30,7 @@ from holdfast.keeper.rpc.messages import (
     raise_refusal,
 )
 from holdfast.tiers.wire import frames
+from holdfast.tiers.wire.handler_errors import pass_on
 from holdfast.tiers.wire.latch import Latch
 
 logger = logging.getLogger(__name__)
@@ -225,6 +226,7 @@ def _greet(
             raise KeeperError("the keeper did not welcome us", where=address)
     except TimeoutError as error:
         channel.close()
+        pass_on(error)
         raise KeeperLost(f"the keeper did not answer within {timeout_s:g} s", where=address) from error
     except BaseException:
         channel.close()

@@ -32,6 +32,7 @@ from typing import Protocol
 
 from holdfast.base.errors import ConfigError, KeeperError, KeeperGone, KeeperLost
 from holdfast.tiers.wire import tcp
+from holdfast.tiers.wire.handler_errors import pass_on
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_HELLO_BYTES = 1 << 10
@@ -169,6 +170,7 @@ class Channel:
                     if not self._wait(blocked.events, deadline - time.monotonic()):
                         raise KeeperLost("the peer did not prove itself in time", where=self.where) from None
         except OSError as error:
+            pass_on(error)
             raise KeeperLost(
                 f"no proof of the job's secret: {error.strerror or error}",
                 where=self.where,
@@ -320,9 +322,11 @@ class Channel:
             poll.register(self._sock, events)
             return bool(poll.poll(None if timeout_s is None else max(1, int(timeout_s * 1000))))
         except (OSError, ValueError) as error:  # closed by the owner
+            pass_on(error)
             raise KeeperLost("the connection is closed", where=self.where) from error
 
     def _broken(self, error: OSError) -> KeeperLost:
+        pass_on(error)
         return KeeperLost(f"the connection broke: {error.strerror or error}", where=self.where)
 
 
@@ -400,6 +404,7 @@ def connect(address: str, *, timeout_s: float, security: Security | None = None)
 
 
 def _unreachable(error: OSError, where: str) -> KeeperLost:
+    pass_on(error)
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return KeeperLost(f"there is no descriptor for a connection: {error.strerror}", where=where, remedy=RAISE_LIMIT)
     kind = KeeperGone if error.errno in (errno.ECONNREFUSED, errno.ENOENT) else KeeperLost

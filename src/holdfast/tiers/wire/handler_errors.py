@@ -1,0 +1,61 @@
+"""Tells what a signal's handler of the user's has raised in the middle of our work from what failed in it.
+
+Whoever turns an error into another one, or goes on without it, asks this first: the handler's own leaves as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+import traceback
+from types import CodeType, FrameType
+from typing import Any
+
+
+def of_a_handler(error: BaseException) -> BaseException | None:
+    """Returns what a signal's handler of the user's raised while we were at work: the error, or what it was made of; else None."""
+    handlers, each = handler_codes(), error
+    while not any(is_of_a_handler(frame, handlers) for frame, _ in traceback.walk_tb(each.__traceback__)):
+        if each.__cause__ is None:
+            return None
+        each = each.__cause__
+    return each
+
+
+def pass_on(error: BaseException) -> None:
+    """Raises what a signal's handler of the user's raised while we were at work; returns where none has."""
+    if (theirs := of_a_handler(error)) is not None:
+        raise theirs
+
+
+def is_of_a_handler(frame: FrameType, handlers: set[CodeType | None]) -> bool:
+    """Return whether a frame is that of a signal's handler: it is one now, or was given the frame that it interrupts.
+
+    Many a handler sets another one in its place before it does anything else.
+    """
+    code, caller = frame.f_code, frame.f_back
+    if code in handlers:
+        return True
+    num_named = code.co_argcount + code.co_kwonlyargcount
+    num_names = num_named + bool(code.co_flags & inspect.CO_VARARGS)
+    if caller is None or num_names < 1:
+        return False
+    values = [frame.f_locals.get(name) for name in code.co_varnames[:num_names]]
+    given = (*values[:num_named], *(values[num_named] or () if num_names > num_named else ()))
+    return any(value is caller for value in given)
+
+
+def handler_codes() -> set[CodeType | None]:
+    """Returns the code of each signal's handler."""
+    return {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+
+
+def _code(handler: Any) -> CodeType | None:
+    """The code that a handler runs, if it is written in Python: of a function, a method, a partial, an object's call."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)
