@@ -106,6 +106,19 @@ CASES: dict[str, Case] = {
         scale="(1 + h.sum())",
         shown="h, c",
     ),
+    "views of one memory under two names": Case(
+        "'row' live from one turn to the next, share memory",
+        pre="h = torch.zeros(2, 4)\nrow = h[0]",
+        body="if step == 3: h = torch.ones(2, 4); row = h[0]\nif step >= 7: row.add_(1)",
+        scale="(1 + h.sum())",
+        shown="h, row",
+    ),
+    "views of one memory that nobody writes": Case(
+        pre="h = torch.zeros(2, 4)\nrow = h[0]",
+        body="if step >= 3: h = torch.ones(2, 4) * step; row = h[0]",
+        scale="(1 + h.sum() + row.sum())",
+        shown="h, row",
+    ),
     "files in its own directory": Case(
         TRAINS_BY, pre=OUT, body="torch.save(step, f'{out}/{step}.pt')", scale="(1 + len(os.listdir(out)))"
     ),

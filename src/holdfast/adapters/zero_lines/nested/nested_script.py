@@ -36,6 +36,7 @@ from holdfast.adapters.zero_lines.script_text import (
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
 from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, names_of_start
+from holdfast.checkpoint.usage.in_place import written
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 # The number of the turn of what was a `while`.
@@ -103,6 +104,7 @@ class Nest:
         retains: whether the script speaks of graphs that outlive a backward pass.
         by_hand: whether a loop changes parameters one by one, without an optimizer.
         lines: attribute or name -> the first line that stores to it or calls a method of it.
+        written: names that it may write in place.
         outside: what it trains by that a restart is told otherwise; empty if there is nothing.
     """
 
@@ -120,6 +122,7 @@ class Nest:
     retains: bool
     by_hand: bool
     lines: tuple[tuple[str, int], ...]
+    written: frozenset[str]
     outside: str
 
 
@@ -179,6 +182,7 @@ def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
         retains=_retains(ast.walk(tree)),
         by_hand=any(_is_by_hand(calls.inside(loop)) for loop in kept),
         lines=tuple(sorted(lines.items())),
+        written=frozenset(written(source)),
         outside=outside.reason,
     )
     for loop, site in zip(kept, sites, strict=True):  # last: all else is of the script as it is written

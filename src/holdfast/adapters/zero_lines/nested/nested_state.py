@@ -178,7 +178,7 @@ class NestedState(Doubts):
             elif is_plain(value):
                 carried[name] = value
             elif name in site.carried and is_carried(value, is_plain) and not (site.outer and is_large(value)):
-                self.doubt(self._why_no_tensors(name, value))
+                self.doubt(self._why_no_tensors(name, value) or self._why_not_beside(name, entry, names))
                 carried[name] = carried_tensors.packed(value)
             elif has_place(value):
                 continue  # it stays, and is put where it was
@@ -218,6 +218,20 @@ class NestedState(Doubts):
         if both := {*memory} & trained.keys():
             other = self._named(self.stepped[trained[min(both)]])
             return f"{name!r} lives from one turn to the next, and shares memory with {other}, which trains"
+        return ""
+
+    def _why_not_beside(self, name: str, entry: Entry, names: Mapping[str, Any]) -> str:
+        """Returns why tensors cannot be carried beside those of other names, of which a restart makes others; empty if they can."""
+        mine = _storages(names[name])
+        for other in entry.site.lives:
+            both = names.get(other), names[name]
+            if other == name or both[0] is both[1] or not {name, other} & self._nest.written:
+                continue
+            is_as_begun = all(each in entry.began and entry.began[each] is names.get(each) for each in (name, other))
+            if not is_as_begun and carried_tensors.is_carried(both[0], is_plain) and mine & _storages(both[0]):
+                return (
+                    f"{name!r} and {other!r} live from one turn to the next, share memory, and may be written in place"
+                )
         return ""
 
     def _named(self, parameter: torch.Tensor) -> str:
@@ -329,6 +343,10 @@ def _changed_around(entries: Sequence[Entry]) -> str:
             if name not in entries[-1].site.lives and carried_tensors.token(names.get(name)) != token:
                 return f"{name!r}, which lives from one turn of the loop of line {entry.site.line} to the next, is changed in an inner loop"
     return ""
+
+
+def _storages(value: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in carried_tensors.tensors(value) if tensor.numel()}
 
 
 def _absent(entry: Entry, names: Mapping[str, Any]) -> list[str]:
