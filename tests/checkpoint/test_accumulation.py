@@ -522,6 +522,52 @@ def test_gradients_of_a_step_that_a_scaler_left_out_are_used_up(
     assert not any(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
 
 
+class NamedScaler(torch.amp.GradScaler):
+    """Is given its optimizer before, and steps it without one; another one is given by its name."""
+
+    def __init__(self, own: torch.optim.Optimizer) -> None:
+        super().__init__("cpu")
+        self.own = own
+
+    def step(self, opt: torch.optim.Optimizer | None = None) -> float | None:  # type: ignore[override]
+        return super().step(opt or self.own)
+
+
+class AllScaler(torch.amp.GradScaler):
+    """Steps several optimizers in one call."""
+
+    def step(self, optimizers: list[torch.optim.Optimizer]) -> None:  # type: ignore[override]
+        for optimizer in optimizers:
+            super().step(optimizer)
+
+
+@pytest.mark.parametrize("way", ["own", "named", "all"])
+def test_a_scaler_that_steps_in_its_own_way_is_left_to_it(
+    make: Make, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """Of several optimizers in one call those count as left out that were."""
+    (model, optimizer), (other, second) = _linear(), _linear()
+    named = NamedScaler(optimizer)
+    scaler = AllScaler("cpu") if way == "all" else named
+    checkpointer: Any = make(every="0", optimizer=[optimizer, second], scaler=scaler, model=model, other=other)
+    checkpointer.restore()
+    for last in (False, True):
+        for each in (optimizer, second):
+            each.zero_grad()
+        scaler.scale(model(torch.ones(4)).sum() * (torch.inf if last else 1.0)).backward()
+        scaler.scale(other(torch.ones(4)).sum()).backward()
+        if isinstance(scaler, AllScaler):
+            scaler.step([optimizer, second])
+        else:
+            scaler.step() if way == "own" else scaler.step(opt=optimizer)
+            torch.amp.GradScaler.step(scaler, second)
+        scaler.update()
+        checkpointer.step(0 + last)
+    assert not checkpointer._run.state.gradients._living
+    assert "Traceback" not in caplog.text
+    checkpointer.abandon()
+
+
 class OwnScaler(torch.amp.GradScaler):
     """A scaler that decides itself which steps are made, as those of some devices do."""
 

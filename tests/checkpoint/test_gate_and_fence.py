@@ -76,8 +76,8 @@ STEPS = st.builds(
 class Told(threading.Condition):
     """A condition that tells when the copier sleeps at it, having looked at all that was said so far."""
 
-    def __init__(self, story: Story) -> None:
-        super().__init__()
+    def __init__(self, story: Story, lock: Any) -> None:
+        super().__init__(lock)
         self._story = story
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -105,7 +105,7 @@ class Story:
         self._released = threading.Event()
         self.num_beside = 0
         self.gate, self.fence = Gate(), Fence(timeout_s=timeout_s, events=Events())
-        self.gate._changed, self.fence._wake = Told(self), Told(self)
+        self.gate._changed, self.fence._wake = Told(self, self.gate._lock), Told(self, self.fence._lock)
         self.fence.pace = self
 
     def tell(self, what: str, number: int = -1) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import threading
@@ -47,6 +48,14 @@ def test_it_is_mine_from_the_step_that_takes_it_to_the_one_that_lets_go() -> Non
     assert not is_mine(asked)
     assert [seen[0], seen[-1]] == [True, False]
     assert True in seen[seen.index(False) :], "a wait took it again"
+
+
+def test_no_condition_of_the_threads_of_the_script_is_taken_by_its_own_with() -> None:
+    """That is written in Python: an error of a signal's handler in it would keep the lock for ever. `with` takes its RLock in one step."""
+    for path in (Path(holdfast.__file__).parent / "checkpoint").rglob("*.py"):
+        text = path.read_text()
+        made = re.findall(r"self\.(\w+) = threading\.Condition\((.*)\)", text)
+        assert all(lock and f"with self.{name}:" not in text for name, lock in made), path
 
 
 def test_nobody_asks_the_standard_library_for_what_it_keeps_to_itself() -> None:

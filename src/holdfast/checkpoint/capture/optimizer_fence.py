@@ -175,7 +175,9 @@ class Fence:
         # its thread waits here.
         self._passing = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._wake = threading.Condition()
+        # It is taken in one step of the interpreter; a condition's own `with` may keep it where a signal's handler raises.
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._queue: LateCopyJob | None = None
         self._closed = self._has_ended = False
         self._opening_s = FIRST_OPENING_S
@@ -266,7 +268,7 @@ class Fence:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
             self._thread.start()
-        with self._wake:
+        with self._lock:
             # The host was not stopped yet, and the device runs on something else by now.
             if not counts(broke_off=bool(open_checkpointers.broken.reason), passed_by_then=False):
                 job.stop(open_checkpointers.broken.reason)
@@ -300,7 +302,7 @@ class Fence:
         if self._open is not None and self._open.device is not None:
             self._open.device.feed(expected_s)
         if self._queue is not None:
-            with self._wake:
+            with self._lock:
                 self._wake.notify_all()
 
     def watch(self, at_fence: Callable[[bool], None], steps: int) -> None:
@@ -342,7 +344,7 @@ class Fence:
         From any thread; does not wait.
         """
         reason = open_checkpointers.broken.reason or "an error ended the run before the device had finished it"
-        with self._wake:
+        with self._lock:
             jobs = {id(job): job for job in (self._queue, self._open) if job is not None}
         for job in jobs.values():
             device = job.device
@@ -362,7 +364,7 @@ class Fence:
             self._await_device(job, behind_s)
             if job.device is not None and behind_s and job.device.begun():
                 timeout_s += job.device.num_bytes / self._device_rate
-        with self._wake:
+        with self._lock:
             return self._wake.wait_for(lambda: self._queue is None, timeout_s)
 
     def close(self) -> None:
@@ -370,7 +372,7 @@ class Fence:
         self._steps.close()
         if self.pace is not None:
             self.pace.hurry()
-        with self._wake:
+        with self._lock:
             self._closed = True
             if self._queue is not None:
                 self._queue.stop("the checkpointer was closed")
@@ -482,13 +484,13 @@ class Fence:
         """Somebody waits for the copying thread: it waits for no turn any more."""
         if self.pace is not None:
             self.pace.hurry()
-            with self._wake:
+            with self._lock:
                 self._wake.notify_all()
 
     def _run(self) -> None:
         accelerator.leave_captures_alone()
         while True:
-            with self._wake:
+            with self._lock:
                 # A job that no wait woke us for is begun all the same: perhaps the loop has none for a while.
                 untold_s = UNTOLD_S if self.pace is not None else None
                 self._wake.wait_for(lambda: self._queue is not None or self._closed, untold_s)
@@ -509,7 +511,7 @@ class Fence:
             self._look(job)
             job.finish("" if job.complete() else job.stop_reason)
             job.done.set()
-            with self._wake:
+            with self._lock:
                 self._queue = job = None  # whoever finds the thread idle knows that it holds no tensor of the state
                 self._wake.notify_all()
 

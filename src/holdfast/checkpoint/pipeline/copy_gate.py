@@ -35,14 +35,15 @@ class Gate:
     def __init__(self) -> None:
         self.page: WindowPage | None = None
         self.period_s = 0.0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken in one step of the interpreter, which no handler comes between
+        self._changed = threading.Condition(self._lock)
         self._until: float | None = None  # monotonic; until when the wait under way should last
         self._is_open = False
         self._hurry = False
 
     def open(self, expected_s: float | None) -> None:
         """A wait begins that should last so long; None: nobody knows."""
-        with self._changed:
+        with self._lock:
             self._is_open = True
             self._until = None if expected_s is None else time.monotonic() + expected_s
             self._changed.notify_all()
@@ -51,14 +52,14 @@ class Gate:
 
     def shut(self) -> None:
         """The wait is over."""
-        with self._changed:
+        with self._lock:
             self._is_open = False
         if self.page is not None:
             self.page.shut()
 
     def hurry(self, wanted: bool) -> None:
         """Give turns at once, or no longer: the step waits for the copy, or nobody steers the gate."""
-        with self._changed:
+        with self._lock:
             self._hurry = wanted
             self._changed.notify_all()
 
@@ -70,7 +71,7 @@ class Gate:
     def turn(self, seconds: float) -> bool:
         """Blocks until a chunk of so many seconds may be copied; True if that is inside a wait."""
         deadline = time.monotonic() + self.patience_s
-        with self._changed:
+        with self._lock:
             while not self._hurry:
                 now = time.monotonic()
                 if self._is_open and has_room(self._until, now, seconds):

@@ -99,7 +99,8 @@ class DurableTracker:
         self._timeout_s = timeout_s
         self._awaited: OrderedDict[Version, _Awaited] = OrderedDict()
         self._failed: OrderedDict[Version, tuple[_Awaited, str]] = OrderedDict()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken in one step of the interpreter, which no handler comes between
+        self._changed = threading.Condition(self._lock)
         self._marking = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = self._has_left = self._is_ending = False
@@ -107,7 +108,7 @@ class DurableTracker:
 
     def add(self, handle: SaveHandle, also_to: Sequence[str] = (), *, asked: bool = True) -> None:
         """A save was asked for at the durable level. Asked again it only may be wanted at more places. `asked`: by the script."""
-        with self._changed:
+        with self._lock:
             known = self._awaited.get(handle.version)
             if known is None or known.is_decided:
                 known = self._awaited[handle.version] = _Awaited(handle, time.monotonic() + self._timeout_s, {})
@@ -126,7 +127,7 @@ class DurableTracker:
         if self._further is None:
             return
         self._further.restarted(incarnation)
-        with self._changed:
+        with self._lock:
             held = [item for item in self._awaited.values() if item.stamp]
         for item in held:
             self._hold(item)
@@ -153,7 +154,7 @@ class DurableTracker:
         if self.is_telling:
             raise UsageError("`on_durable` cannot flush: it would wait for itself", remedy="flush where you train")
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             wanted = set(self._awaited)
             while self._awaited.keys() & wanted and time.monotonic() < deadline:
                 self._changed.wait(min(0.5, max(0.0, deadline - time.monotonic())))
@@ -181,13 +182,13 @@ class DurableTracker:
         """
         self._is_ending = False
         self._wait_for_places(timeout_s)
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         if self._further is not None:
             self._further.close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            with self._changed:  # a signal's handler may hold it already, from where it struck: a wait lets go of it
+            with self._lock:  # a signal's handler may hold it already, from where it struck: a wait lets go of it
                 self._changed.wait_for(lambda: self._has_left, join_s)
 
     def _wait_for_places(self, timeout_s: float) -> None:
@@ -195,7 +196,7 @@ class DurableTracker:
         if self._thread is None or self._thread is threading.current_thread():
             return
         deadline, said = time.monotonic() + timeout_s, time.monotonic()
-        with self._changed:
+        with self._lock:
             while time.monotonic() < deadline:
                 left = [item for item in self._awaited.values() if item.outstanding and not item.handle.given_up]
                 if not left:
@@ -209,7 +210,7 @@ class DurableTracker:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 closed = self._closed
                 if not closed:
                     self._changed.wait(LOOK_EVERY_S if self._awaited else None)
@@ -217,7 +218,7 @@ class DurableTracker:
             for item in awaited:
                 self._look(item, leaving=closed)
             if closed:
-                with self._changed:
+                with self._lock:
                     self._has_left = True
                     self._changed.notify_all()
                 return
@@ -246,7 +247,7 @@ class DurableTracker:
     def _look_at_places(self, item: _Awaited, *, leaving: bool) -> None:
         """The version is durable: starts what is to be copied, and looks whether all is there."""
         version = item.handle.version
-        with self._changed:
+        with self._lock:
             for place, copy in item.places.items():
                 if copy is None:
                     assert self._further is not None
@@ -282,7 +283,7 @@ class DurableTracker:
         """It is decided, and told of."""
         version = item.handle.version
         self._release(item)
-        with self._changed:
+        with self._lock:
             if item.is_durable:
                 over = [failed for failed, (it, _) in self._failed.items() if failed < version and not it.asked]
                 for failed in (*over, version):
@@ -296,7 +297,7 @@ class DurableTracker:
 
     def _drop(self, item: _Awaited) -> None:
         """Nobody waits for it any more; it may have been asked for anew."""
-        with self._changed:
+        with self._lock:
             if self._awaited.get(item.handle.version) is item:
                 del self._awaited[item.handle.version]
             self._changed.notify_all()

@@ -74,7 +74,8 @@ class ExtraPlaces:
         self.stamp = make_stamp(incarnation)
         self._waiting: dict[str, deque[PlaceCopy]] = {}
         self._workers: list[threading.Thread] = []
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken in one step of the interpreter, which no handler comes between
+        self._changed = threading.Condition(self._lock)
         self._closed = False
 
     def restarted(self, incarnation: int) -> None:
@@ -103,7 +104,7 @@ class ExtraPlaces:
     def start(self, version: Version, place: str) -> PlaceCopy:
         """A version that is durable is wanted at a place; returns at once."""
         copy = PlaceCopy(version, place)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 copy.end(LEFT)
                 return copy
@@ -123,7 +124,7 @@ class ExtraPlaces:
 
     def close(self) -> None:
         """Nothing more is copied; a copy that runs ends with the file that it reads or writes, which is not waited for long."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for waiting in self._waiting.values():
                 while waiting:
@@ -135,7 +136,7 @@ class ExtraPlaces:
 
     def _work(self, place: str) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._waiting[place] and not self._closed:
                     self._changed.wait()
                 if self._closed:

@@ -167,13 +167,31 @@ class Steps:
         return shared
 
 
+class _Call:
+    """One call of a scaler's `step`.
+
+    Attributes:
+        given: optimizers, and wrappers around them, that it was given.
+        stepped: optimizers that made a step in it.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+        self.stepped: list[Optimizer] = []
+
+    def left_out(self) -> list[Any]:
+        """Lists those given that did not step, each once; of a wrapper, neither it nor what it steps the parameters of."""
+        done = {id(each) for each in self.stepped}
+        rest = {id(each): each for each in self.given if id(each) not in done}
+        return [each for each in rest.values() if not any(_memory(each) & _memory(made) for made in self.stepped)]
+
+
 class _Scalers:
     """Wraps `step` of `GradScaler` and of what derives from it, each once: which calls made no step."""
 
     def __init__(self) -> None:
         self.hooks: dict[int, Callable[[Optimizer], None]] = OrderedDict()
-        # Whether an optimizer made a step since the last look, in each thread; and whether a scaler's step calls that of its base.
-        self._made = threading.local()
+        self._calls = threading.local()  # in each thread, what is known of the call of a scaler's `step` that goes on
         register_optimizer_step_post_hook(_Hook(self._note))
 
     def wrap(self) -> None:
@@ -187,25 +205,32 @@ class _Scalers:
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self.hooks or torch.compiler.is_compiling() or getattr(self._made, "inside", False):
-                return original(scaler, optimizer, *args, **kwargs)
-            self._made.here, self._made.inside = False, True
+        def step(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            if not self.hooks or torch.compiler.is_compiling():
+                return original(scaler, *args, **kwargs)
+            outer: _Call | None = getattr(self._calls, "now", None)
+            call = self._calls.now = (
+                outer or _Call()
+            )  # one that derives calls that of its base, maybe for several optimizers
+            call.given += [each for each in (*args, *kwargs.values()) if hasattr(each, "param_groups")]
             try:
-                result = original(scaler, optimizer, *args, **kwargs)
+                result = original(scaler, *args, **kwargs)
             finally:
-                self._made.inside = False
-            if not self._made.here:
-                for hook in list(self.hooks.values()):
-                    hook(optimizer)
+                self._calls.now = outer
+            if outer is None:
+                for optimizer in call.left_out():
+                    for hook in list(self.hooks.values()):
+                        hook(optimizer)
             return result
 
         _leave_uncompiled(step)
         setattr(step, _WRAPPED, self)
         return step
 
-    def _note(self, _: Optimizer) -> None:
-        self._made.here = True
+    def _note(self, optimizer: Optimizer) -> None:
+        call: _Call | None = getattr(self._calls, "now", None)
+        if call is not None:
+            call.stepped.append(optimizer)
 
 
 _scalers = functools.cache(_Scalers)

@@ -13,14 +13,16 @@ from types import CodeType, FrameType
 from typing import Any
 
 
-def of_a_handler(error: BaseException) -> BaseException | None:
+def of_a_handler(error: BaseException | None) -> BaseException | None:
     """Returns what a signal's handler of the user's raised while we were at work: the error, or what it was made of; else None."""
     handlers, each = handler_codes(), error
-    while not any(is_of_a_handler(frame, handlers) for frame, _ in traceback.walk_tb(each.__traceback__)):
-        if each.__cause__ is None:
-            return None
+    seen = set[int]()  # `raise error from error` makes a circle
+    while each is not None and id(each) not in seen:
+        if any(is_of_a_handler(frame, handlers) for frame, _ in traceback.walk_tb(each.__traceback__)):
+            return each
+        seen.add(id(each))
         each = each.__cause__
-    return each
+    return None
 
 
 def pass_on(error: BaseException) -> None:

@@ -1,0 +1,34 @@
+"""What a signal's handler raised is told from what failed in our work."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from holdfast.tiers.wire.handler_errors import of_a_handler, pass_on
+
+
+def test_errors_in_a_circle_are_looked_through_once() -> None:
+    itself, one, two = OSError(), OSError(), OSError()
+    itself.__cause__, one.__cause__, two.__cause__ = itself, two, one
+    assert of_a_handler(itself) is None
+    assert of_a_handler(one) is None
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_an_error_of_a_handler_is_raised_again_and_another_is_not(*, deep: bool) -> None:
+    def handle(*_: object) -> None:
+        raise OSError("of the script")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    except OSError as error:
+        outer = RuntimeError("of ours")
+        outer.__cause__ = error
+        with pytest.raises(OSError, match="of the script"):
+            pass_on(outer if deep else error)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    pass_on(OSError("of ours"))
