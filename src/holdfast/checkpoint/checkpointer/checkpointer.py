@@ -73,7 +73,6 @@ from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage, open_storage
-from holdfast.tiers.wire.handler_errors import pass_on
 from holdfast.tiers.wire.lock_owner import is_mine
 
 logger = logging.getLogger(__name__)
@@ -418,7 +417,6 @@ class Checkpointer:
             try:
                 client.persist(newest)
             except KeeperLost as error:
-                pass_on(error)
                 logger.info("%s is not written instead of what was due: %s", newest, error)
 
     def _save_now(
@@ -920,7 +918,6 @@ class Checkpointer:
             try:
                 run.link.require().persist(handle.version)
             except KeeperLost as error:
-                pass_on(error)
                 logger.warning("%s cannot be made durable now: %s", handle.version, error)
             run.schedule.saved(handle.version.step, durable=True)
             run.durables.add(handle, also_to)
@@ -1007,7 +1004,6 @@ class Checkpointer:
             for proposal in proposals:
                 run.link.require().propose(proposal)
         except KeeperLost as error:
-            pass_on(error)
             logger.info("nothing was proposed, and is again later: %s", error)
 
     def _appointed(self, appointment: Appointment) -> None:
@@ -1023,9 +1019,8 @@ class Checkpointer:
         version = run.job.version(step)
         try:
             run.link.require().abandon(version, "this rank was past the step when it was appointed")
-        except KeeperLost as error:
+        except KeeperLost:
             run.link.unannounced.add(version)
-            pass_on(error)
 
 
 def _run_of(owner: weakref.ref[Checkpointer]) -> Callable[[], Run | None]:

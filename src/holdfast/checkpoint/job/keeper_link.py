@@ -35,7 +35,6 @@ from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import read_header
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire import tcp
-from holdfast.tiers.wire.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 
@@ -286,7 +285,6 @@ class KeeperLink:
             try:
                 tell(client)
             except KeeperLost as error:
-                pass_on(error)
                 logger.info("the keeper did not hear of %s: %s", what, error)
 
     def show_waits(self, page: Callable[[], tuple[int, ...]]) -> None:

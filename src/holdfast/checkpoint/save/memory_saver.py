@@ -815,9 +815,8 @@ class Saver:
                 self._link.unannounced.add(handle.version)
             else:
                 client.abandon(handle.version, reason)
-        except KeeperLost as error:
+        except KeeperLost:
             self._link.unannounced.add(handle.version)
-            pass_on(error)
 
 
 def _all(structure: Structure) -> tuple[int, ...]:

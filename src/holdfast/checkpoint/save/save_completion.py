@@ -90,7 +90,6 @@ class SaveCompletion:
             self.client.copied(self.handle.version, self.view.plan.spans, self.spots, kept=kept)
         except KeeperLost as error:
             self.give_up(self.handle, f"the keeper is lost: {error.what}")
-            pass_on(error)
             return
         if self.unchanged is not None:
             try:

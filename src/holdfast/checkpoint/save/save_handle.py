@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, UsageError
@@ -158,10 +159,8 @@ class SaveHandle:
             if is_stored or look_s >= LOOK_S:
                 self._asked = client
             if not is_stored and client is not None:
-                try:
+                with suppress(KeeperLost):
                     client.persist(self.version)
-                except KeeperLost as error:
-                    pass_on(error)
         finally:
             self._asking.release()
 
