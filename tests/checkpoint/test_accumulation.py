@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import copy
+import functools
 import json
 import runpy
 import subprocess
@@ -609,6 +610,82 @@ def test_steps_that_an_own_scaler_leaves_out_are_seen_once_each(
         steps.close()
     assert (told, made) == ([given, given], [optimizer])
     assert not caplog.text
+
+
+class AddingScaler(torch.amp.GradScaler):
+    """Adds up the gradients of two calls, and steps at each second one."""
+
+    calls = 0
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return None if self.calls % 2 else super().step(optimizer, *args, **kwargs)
+
+
+@pytest.mark.parametrize("factor", [1.0, torch.inf])
+def test_what_a_scaler_adds_up_in_its_own_step_lives(make: Make, factor: float) -> None:
+    model, optimizer = _linear()
+    scaler = AddingScaler("cpu")
+    checkpointer: Any = make(every="0", model=model, optimizer=optimizer, scaler=scaler)
+    checkpointer.restore()
+    lives = []
+    for each in (1.0, factor):
+        scaler.scale(model(torch.ones(4)).sum() * each).backward()
+        scaler.step(optimizer)
+        checkpointer._run.state.gradients.note()
+        lives.append(bool(checkpointer._run.state.gradients._living))
+    scaler.update()
+    assert lives == [True, False]
+    checkpointer.abandon()
+
+
+@pytest.mark.parametrize("groups", [None, [{"names": ["a"]}], [[{"params": []}]], "error"], ids=str)
+def test_whatever_a_scaler_is_given_its_step_is_as_without_us(groups: Any) -> None:
+    model, optimizer = _linear()
+
+    class Several:
+        """Steps what it has, and groups it in its own way."""
+
+        @property
+        def param_groups(self) -> Any:
+            if groups == "error":
+                raise RuntimeError
+            return groups
+
+        def step(self) -> str:
+            optimizer.step()
+            return "made"
+
+    told = list[Any]()
+    steps = Steps([optimizer], skipped=told.append)
+    try:
+        assert torch.amp.GradScaler("cpu", enabled=False).step(Several()) == "made"
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(4)).sum() * torch.inf).backward()
+        scaler.step(optimizer)
+        assert told == [optimizer]
+    finally:
+        steps.close()
+
+
+def test_a_scaler_whose_step_was_patched_with_the_attributes_of_ours_is_seen() -> None:
+    model, optimizer = _linear()
+    Steps([optimizer]).close()
+
+    class Patched(OwnScaler):
+        @functools.wraps(torch.amp.GradScaler.step)
+        def step(self, optimizer: Any) -> Any:
+            return OwnScaler.__dict__["step"].__wrapped__(self, optimizer)
+
+    told = list[Any]()
+    steps = Steps([optimizer], skipped=told.append)
+    try:
+        scaler = Patched("cpu")
+        scaler.scale(model(torch.ones(4)).sum() * torch.inf).backward()
+        scaler.step(optimizer)
+        assert told == [optimizer]
+    finally:
+        steps.close()
 
 
 @pytest.mark.filterwarnings("ignore")  # of what torch compiles, about torch itself
