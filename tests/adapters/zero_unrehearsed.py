@@ -113,6 +113,20 @@ CASES: dict[str, Case] = {
         scale="(1 + h.sum())",
         shown="h, row",
     ),
+    "views of one memory, written by a function of torch": Case(
+        "'row' live from one turn to the next, share memory",
+        pre="from torch import nn\nh = torch.zeros(2, 4)\nrow = h[0]",
+        body="if step == 3: h = torch.ones(2, 4); row = h[0]\nif step >= 7: nn.init.constant_(h, step)",
+        scale="(1 + row.sum())",
+        shown="h, row",
+    ),
+    "views of one memory, written under a third name": Case(
+        "'row' live from one turn to the next, share memory",
+        pre="from torch import nn\nh = torch.zeros(2, 4)\nrow = h[0]",
+        body="if step == 3: h = torch.ones(2, 4); row = h[0]\nif step >= 7: flat = h.view(-1); flat += 1",
+        scale="(1 + row.sum())",
+        shown="h, row",
+    ),
     "views of one memory that nobody writes": Case(
         pre="h = torch.zeros(2, 4)\nrow = h[0]",
         body="if step >= 3: h = torch.ones(2, 4) * step; row = h[0]",

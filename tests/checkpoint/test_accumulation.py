@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import _thread
 import copy
+import functools
 import json
+import pickle
 import runpy
 import subprocess
 import sys
@@ -611,6 +613,82 @@ def test_steps_that_an_own_scaler_leaves_out_are_seen_once_each(
     assert not caplog.text
 
 
+class AddingScaler(torch.amp.GradScaler):
+    """Adds up the gradients of two calls, and steps at each second one."""
+
+    calls = 0
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return None if self.calls % 2 else super().step(optimizer, *args, **kwargs)
+
+
+@pytest.mark.parametrize("factor", [1.0, torch.inf])
+def test_what_a_scaler_adds_up_in_its_own_step_lives(make: Make, factor: float) -> None:
+    model, optimizer = _linear()
+    scaler = AddingScaler("cpu")
+    checkpointer: Any = make(every="0", model=model, optimizer=optimizer, scaler=scaler)
+    checkpointer.restore()
+    lives = []
+    for each in (1.0, factor):
+        scaler.scale(model(torch.ones(4)).sum() * each).backward()
+        scaler.step(optimizer)
+        checkpointer._run.state.gradients.note()
+        lives.append(bool(checkpointer._run.state.gradients._living))
+    scaler.update()
+    assert lives == [True, False]
+    checkpointer.abandon()
+
+
+@pytest.mark.parametrize("groups", [None, [{"names": ["a"]}], [[{"params": []}]], "error"], ids=str)
+def test_whatever_a_scaler_is_given_its_step_is_as_without_us(groups: Any) -> None:
+    model, optimizer = _linear()
+
+    class Several:
+        """Steps what it has, and groups it in its own way."""
+
+        @property
+        def param_groups(self) -> Any:
+            if groups == "error":
+                raise RuntimeError
+            return groups
+
+        def step(self) -> str:
+            optimizer.step()
+            return "made"
+
+    told = list[Any]()
+    steps = Steps([optimizer], skipped=told.append)
+    try:
+        assert torch.amp.GradScaler("cpu", enabled=False).step(Several()) == "made"
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(4)).sum() * torch.inf).backward()
+        scaler.step(optimizer)
+        assert told == [optimizer]
+    finally:
+        steps.close()
+
+
+def test_a_scaler_whose_step_was_patched_with_the_attributes_of_ours_is_seen() -> None:
+    model, optimizer = _linear()
+    Steps([optimizer]).close()
+
+    class Patched(OwnScaler):
+        @functools.wraps(torch.amp.GradScaler.step)
+        def step(self, optimizer: Any) -> Any:
+            return OwnScaler.__dict__["step"].__wrapped__(self, optimizer)
+
+    told = list[Any]()
+    steps = Steps([optimizer], skipped=told.append)
+    try:
+        scaler = Patched("cpu")
+        scaler.scale(model(torch.ones(4)).sum() * torch.inf).backward()
+        scaler.step(optimizer)
+        assert told == [optimizer]
+    finally:
+        steps.close()
+
+
 @pytest.mark.filterwarnings("ignore")  # of what torch compiles, about torch itself
 def test_a_step_that_a_scaler_leaves_out_in_what_torch_compiles_is_seen(make: Make) -> None:
     model, optimizer = _linear()
@@ -630,6 +708,41 @@ def test_a_step_that_a_scaler_leaves_out_in_what_torch_compiles_is_seen(make: Ma
     checkpointer._run.state.gradients.note()
     assert not checkpointer._run.state.gradients._living
     checkpointer.abandon()
+
+
+@pytest.mark.filterwarnings("ignore")  # of what torch compiles, about torch itself
+def test_a_backward_pass_that_is_compiled_is_as_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the look at what a step used is made in it."""
+    import torch._dynamo
+
+    model, optimizer = _linear()
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], lambda: [model])
+    steps = Steps([optimizer], after=part.stepped)
+    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)  # type: ignore[attr-defined]
+
+    @torch.compile(backend="eager")
+    def back(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+
+    try:
+        for _ in range(5):  # never cleared
+            back(torch.ones(2, 4))
+            optimizer.step()
+    finally:
+        steps.close()
+    assert part._uncleared == {id(parameter) for parameter in model.parameters()}
+
+
+def test_a_parameter_is_pickled_between_two_steps_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    loose = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([loose], lr=0.1)
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list)
+    for _ in range(2):
+        loose.sum().backward()
+        part.stepped(optimizer)
+    assert loose._backward_hooks
+    pickle.dumps(loose)
+    assert not [each for each in recwarn if "hook" in str(each.message)]
 
 
 def test_gradients_that_are_added_up_beside_a_scaler_come_back(make: Make) -> None:

@@ -28,7 +28,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 # The file of the function that torch puts around every `step`.
 _AROUND_STEPS = Optimizer.profile_hook_step.__code__.co_filename
-_WRAPPED = "_holdfast_wrapped"
 
 
 class Steps:
@@ -171,18 +170,18 @@ class _Call:
     """One call of a scaler's `step`.
 
     Attributes:
-        given: optimizers, and wrappers around them, that it was given.
+        looked_at: optimizers, and wrappers around them, that it was given, and whose gradients the scaler looked at.
         stepped: optimizers that made a step in it.
     """
 
     def __init__(self) -> None:
-        self.given: list[Any] = []
+        self.looked_at: list[Any] = []
         self.stepped: list[Optimizer] = []
 
     def left_out(self) -> list[Any]:
         """Lists those given that did not step, each once; of a wrapper, neither it nor what it steps the parameters of."""
         done = {id(each) for each in self.stepped}
-        rest = {id(each): each for each in self.given if id(each) not in done}
+        rest = {id(each): each for each in self.looked_at if id(each) not in done and _groups_parameters(each)}
         return [each for each in rest.values() if not any(_memory(each) & _memory(made) for made in self.stepped)]
 
 
@@ -192,6 +191,8 @@ class _Scalers:
     def __init__(self) -> None:
         self.hooks: dict[int, Callable[[Optimizer], None]] = OrderedDict()
         self._calls = threading.local()  # in each thread, what is known of the call of a scaler's `step` that goes on
+        self._made: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # a mark would be copied to what wraps them
+        self._tell = _Hook(self._find)
         register_optimizer_step_post_hook(_Hook(self._note))
 
     def wrap(self) -> None:
@@ -200,7 +201,7 @@ class _Scalers:
         for kind in kinds:
             kinds += kind.__subclasses__()
             original = vars(kind).get("step")
-            if isinstance(original, FunctionType) and getattr(original, _WRAPPED, None) is not self:
+            if isinstance(original, FunctionType) and original not in self._made:
                 kind.step = self._around(original)  # type: ignore[attr-defined]
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,23 +210,26 @@ class _Scalers:
             if not self.hooks or torch.compiler.is_compiling():
                 return original(scaler, *args, **kwargs)
             outer: _Call | None = getattr(self._calls, "now", None)
-            call = self._calls.now = (
-                outer or _Call()
-            )  # one that derives calls that of its base, maybe for several optimizers
-            call.given += [each for each in (*args, *kwargs.values()) if hasattr(each, "param_groups")]
+            # One that derives calls that of its base, maybe for several optimizers.
+            call, before = outer or _Call(), _states(scaler)
             try:
+                self._calls.now = call
                 result = original(scaler, *args, **kwargs)
+                call.looked_at += _looked_at(scaler, before, [*args, *kwargs.values()])
             finally:
                 self._calls.now = outer
             if outer is None:
-                for optimizer in call.left_out():
-                    for hook in list(self.hooks.values()):
-                        hook(optimizer)
+                self._tell(call)
             return result
 
         _leave_uncompiled(step)
-        setattr(step, _WRAPPED, self)
+        self._made.add(step)
         return step
+
+    def _find(self, call: _Call) -> None:
+        for optimizer in call.left_out():
+            for hook in list(self.hooks.values()):
+                hook(optimizer)
 
     def _note(self, optimizer: Optimizer) -> None:
         call: _Call | None = getattr(self._calls, "now", None)
@@ -273,6 +277,31 @@ def _memory(optimizer: Optimizer) -> set[int]:
     return found
 
 
+def _groups_parameters(thing: Any) -> bool:
+    """Return whether a thing that a scaler was given has parameters in groups, as optimizers have them."""
+    try:
+        return bool(_memory(thing))
+    except Exception as error:  # noqa: BLE001 - it is whatever the script's own scaler takes
+        handler_errors.pass_on(error)
+        return False
+
+
+def _states(scaler: GradScaler) -> Any:
+    """Returns by id what a scaler knows of optimizers since its last update; None where it has no such thing, as another torch."""
+    return vars(scaler).get("_per_optimizer_states")
+
+
+def _looked_at(scaler: GradScaler, before: Any, given: list[Any]) -> list[Any]:
+    """Lists those given of which a scaler may have looked at the gradients.
+
+    One that leaves everything for a later call, as where it adds up gradients by itself, has looked at none.
+    """
+    states = _states(scaler)
+    if states is None or states is not before:  # it has updated itself, too
+        return given
+    return [each for each in given if states.get(id(each), {}).get("stage", OptState.READY) is not OptState.READY]
+
+
 def _leave_uncompiled(function: Any) -> None:
     """Has torch.compile leave a function alone, but not what it calls. What torch has for that in public takes a second to import."""
     with suppress(AttributeError, TypeError):  # another torch: compiled, it sees no step that is left out
@@ -289,11 +318,11 @@ def _inner(optimizer: Optimizer) -> list[Optimizer]:
 class _Hook:
     """A hook that raises nothing into the step, and that torch.compile leaves alone where it compiles one."""
 
-    def __init__(self, call: Callable[[Optimizer], None]) -> None:
+    def __init__(self, call: Callable[[Any], None]) -> None:
         self._call = call
         self._uncompiled = False
 
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: Any, *_: Any) -> None:
         if (
             not self._uncompiled and "torch._dynamo" in sys.modules
         ):  # else nothing is compiled, and it is slow to import

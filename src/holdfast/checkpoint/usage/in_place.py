@@ -51,19 +51,6 @@ def changed_in_place(source: str, loops: Container[int], without: set[str]) -> d
     return {path: at for path, at in found.items() if path not in without and path.rpartition(".")[2] not in known}
 
 
-def written(source: str) -> set[str]:
-    """Returns the names that some part of a text may write in place: themselves, or through a function of the file that they are given to."""
-    tree = _Dotted().visit(ast.parse(source))
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
-    found = [*_changes([tree]), *_of_calls([tree], functions, _read_attributes(tree), MAX_DEPTH)]
-    added = {
-        node.target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-    }
-    return added | {path for path, _ in found}
-
-
 def left_in(source: str, first: int) -> dict[str, int]:
     """Returns attribute -> line of what methods of a class leave to their next calls; 0 for what some method sets anew.
 

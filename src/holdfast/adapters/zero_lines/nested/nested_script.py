@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from holdfast.adapters.zero_lines.nested.written_names import written
 from holdfast.adapters.zero_lines.outside_values import find_outside
 from holdfast.adapters.zero_lines.script_text import (
     HOOK,
@@ -36,7 +37,6 @@ from holdfast.adapters.zero_lines.script_text import (
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
 from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, names_of_start
-from holdfast.checkpoint.usage.in_place import written
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 # The number of the turn of what was a `while`.
@@ -182,7 +182,7 @@ def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
         retains=_retains(ast.walk(tree)),
         by_hand=any(_is_by_hand(calls.inside(loop)) for loop in kept),
         lines=tuple(sorted(lines.items())),
-        written=frozenset(written(source)),
+        written=frozenset(written(ast.parse(source))),
         outside=outside.reason,
     )
     for loop, site in zip(kept, sites, strict=True):  # last: all else is of the script as it is written
