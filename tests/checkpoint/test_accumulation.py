@@ -6,6 +6,7 @@ import _thread
 import copy
 import functools
 import json
+import pickle
 import runpy
 import subprocess
 import sys
@@ -707,6 +708,41 @@ def test_a_step_that_a_scaler_leaves_out_in_what_torch_compiles_is_seen(make: Ma
     checkpointer._run.state.gradients.note()
     assert not checkpointer._run.state.gradients._living
     checkpointer.abandon()
+
+
+@pytest.mark.filterwarnings("ignore")  # of what torch compiles, about torch itself
+def test_a_backward_pass_that_is_compiled_is_as_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the look at what a step used is made in it."""
+    import torch._dynamo
+
+    model, optimizer = _linear()
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], lambda: [model])
+    steps = Steps([optimizer], after=part.stepped)
+    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)  # type: ignore[attr-defined]
+
+    @torch.compile(backend="eager")
+    def back(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+
+    try:
+        for _ in range(5):  # never cleared
+            back(torch.ones(2, 4))
+            optimizer.step()
+    finally:
+        steps.close()
+    assert part._uncleared == {id(parameter) for parameter in model.parameters()}
+
+
+def test_a_parameter_is_pickled_between_two_steps_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    loose = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([loose], lr=0.1)
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list)
+    for _ in range(2):
+        loose.sum().backward()
+        part.stepped(optimizer)
+    assert loose._backward_hooks
+    pickle.dumps(loose)
+    assert not [each for each in recwarn if "hook" in str(each.message)]
 
 
 def test_gradients_that_are_added_up_beside_a_scaler_come_back(make: Make) -> None:

@@ -144,6 +144,53 @@ def test_a_scaler_goes_on_through_overflows_bit_for_bit() -> None:
     goes_on(make)
 
 
+class SlowScaler(torch.amp.GradScaler):
+    """Halves the scale at every second overflow only, and hands out what it counts."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", init_scale=64.0, growth_interval=2)
+        self.overflows, self.recent = 0, torch.zeros(3)
+
+    def update(self, new_scale: Any = None) -> None:
+        before = self.get_scale()
+        super().update(new_scale)
+        if self.get_scale() < before:
+            self.overflows += 1
+            self.recent = self.recent.roll(1) + 1
+            if self.overflows % 2:
+                super().update(before)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "overflows": self.overflows, "recent": self.recent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.overflows, self.recent = state.get("overflows", 0), state.get("recent", torch.zeros(3))
+        super().load_state_dict(state)
+
+
+def test_what_a_scaler_of_another_class_hands_out_besides_goes_on() -> None:
+    scalers = list[SlowScaler]()
+
+    def make() -> tuple[dict[str, Any], Callable[[], torch.Tensor]]:
+        model = nn.Linear(4, 4)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = SlowScaler()
+        scalers.append(scaler)
+
+        def step() -> torch.Tensor:
+            inner.zero_grad()
+            loss = model(torch.randn(2, 4)).square().sum()
+            scaler.scale(loss * (torch.inf if random.random() < 0.5 else 1.0)).backward()
+            scaler.step(inner)
+            scaler.update()
+            return loss.detach() + scaler.overflows + scaler.get_scale() + scaler.recent.sum()
+
+        return {"model": model, "optimizer": inner, "scaler": scaler}, step
+
+    goes_on(make)
+    assert scalers[0].overflows > 0
+
+
 class Loader:
     """Shuffles with generators of its own, and hands out the very containers and tensors that it goes on changing."""
 

@@ -26,6 +26,7 @@ its place, as a conversion of a model may do. So a gradient is known by a number
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import unserializable_hook
 
 from holdfast.checkpoint.entries import fsdp1, living_gradients
 from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
@@ -323,7 +325,10 @@ class GradientsPart(TransientPart):
             if self._is_uncleared(parameter):
                 self._found_uncleared(key)
 
-        handle = self._leaf(parameter).register_hook(look)  # type: ignore[no-untyped-call]
+        if "torch._dynamo" in sys.modules:  # else no backward pass is compiled, and it is slow to import
+            look = torch.compiler.disable(look)  # type: ignore[no-untyped-call]
+        # Whoever pickles the parameter meanwhile is not warned that it goes without the hook.
+        handle = self._leaf(parameter).register_hook(unserializable_hook(look))  # type: ignore[no-untyped-call]
 
     def _leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns what a backward pass comes to: of a parameter that `fully_shard` cut, what stands for it meanwhile."""

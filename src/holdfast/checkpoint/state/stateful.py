@@ -242,16 +242,18 @@ class InfoPart(NotedPart):
 class ScalerState:
     """A `torch.amp.GradScaler` whose state can be read without waiting for the device.
 
-    Its own `state_dict()` fetches scale and growth count from the device; here both stay tensors until a restore.
+    Its own `state_dict()` fetches scale and growth count from the device; here both stay tensors until a restore. A class that
+    derives and hands out more, or otherwise, is asked itself.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's own state, with tensors where it has tensors; empty if it is disabled."""
+        """Return the scaler's own state, with tensors where torch's class has tensors; empty if it is disabled."""
         scaler = self._scaler
-        if not scaler.is_enabled() or scaler._scale is None:
+        is_own = getattr(scaler.state_dict, "__func__", None) is not torch.amp.GradScaler.state_dict
+        if is_own or not scaler.is_enabled() or scaler._scale is None:
             return scaler.state_dict()
         return {
             "scale": scaler._scale,
@@ -263,7 +265,10 @@ class ScalerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets scale and growth; a scaler that is disabled ignores them as its own method does."""
-        plain = {key: v.item() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+        plain = {
+            key: v.item() if key in ("scale", "_growth_tracker") and isinstance(v, torch.Tensor) else v
+            for key, v in state.items()
+        }
         self._scaler.load_state_dict(plain)
 
 
