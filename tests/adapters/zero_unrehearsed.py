@@ -140,6 +140,19 @@ CASES: dict[str, Case] = {
         scale="(1 + row.sum())",
         shown="row",
     ),
+    "view of data": Case(
+        pre="data = torch.randn(20, 4)\nlast = data[:2]",
+        body="last = data[step : step + 2]",
+        scale="(1 + last.sum() + data.sum())",
+        shown="last",
+    ),
+    "view of data that is written": Case(
+        "'last' lives from one turn to the next, and shares memory with an object that is kept by itself",
+        pre="data = torch.randn(20, 4)\nlast = data[:2]",
+        body="if step == 2: last = data[2:4]\nif step >= 7: data[3] += 1",
+        scale="(1 + last.sum() + data.sum())",
+        shown="last",
+    ),
     "gradient that the next one is written to": Case(
         "'last' lives from one turn to the next, and shares memory with an object that is kept by itself",
         pre="last = torch.zeros(4)",

@@ -226,7 +226,7 @@ class NestedState(Doubts):
     def _why_not_beside(self, name: str, entry: Entry, names: Mapping[str, Any]) -> str:
         """Returns why tensors cannot be carried beside those of other names and of what is kept, of which a restart makes others; empty if they can."""
         mine = _storages(names[name])
-        if mine and entry.began.get(name) is not names[name] and mine & self._memory_kept():
+        if mine and entry.began.get(name) is not names[name] and mine & self._memory_kept(name, names):
             return f"{name!r} lives from one turn to the next, and shares memory with an object that is kept by itself"
         for other in entry.site.lives:
             both = names.get(other), names[name]
@@ -239,11 +239,21 @@ class NestedState(Doubts):
                 )
         return ""
 
-    def _memory_kept(self) -> set[int]:
-        """Returns where the tensors of the kept objects lie, and gradients that later ones may be written to."""
+    def _memory_kept(self, name: str, names: Mapping[str, Any]) -> set[int]:
+        """Returns where the tensors of the kept objects lie, and gradients that later ones may be written to.
+
+        A tensor that is kept by itself, as data is, counts only where it may be written, by its own names or by the one that is asked for.
+        """
         lives_on = self._nest.reuses_gradients or not {*map(id, self.stepped)} <= self._cleared
+        found: set[int] = set()
         parts = [part for thing in self.objects for part in (thing if isinstance(thing, list) else [thing])]
-        return {first for part in parts for first, end in spans_of(part, gradients=lives_on) if first < end}
+        for part in (each for thing in parts for each in (thing.values() if type(thing) is dict else [thing])):
+            if isinstance(part, torch.Tensor):
+                its = {other for other, value in names.items() if value is part}
+                if its and not {name, *its} & self._nest.written:
+                    continue
+            found |= {first for first, end in spans_of(part, gradients=lives_on) if first < end}
+        return found
 
     def _named(self, parameter: torch.Tensor) -> str:
         """Returns what a module calls a parameter."""
