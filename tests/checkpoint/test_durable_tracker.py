@@ -42,6 +42,7 @@ from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually, start_hurtable
 from kit.checkpointers import Make, Trainee, leave, wait_gone
+from kit.strikes import Strike, exits
 from sample_kit import MORE, sampled
 
 DEADLINE_S = 60.0
@@ -342,30 +343,22 @@ def test_a_handler_that_closes_at_any_moment_of_a_save_waits_for_nothing_of_its_
     save is was noted, and not yet that this thread makes it.
     """
 
-    def look(frame: FrameType, event: str, _: object) -> None:
-        if (frame.f_code.co_name, event) == where and frame.f_code.co_filename.startswith(SOURCES):
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR1)
+    def here(frame: FrameType, event: str) -> bool:
+        return (frame.f_code.co_name, event) == where and frame.f_code.co_filename.startswith(SOURCES)
 
-    def handle(*_: object) -> None:
+    def handle() -> None:
         checkpointer.close()
-        raise SystemExit(0)
+        exits()
 
     trainee = Trainee()
     checkpointer = make(trainee)
     checkpointer.restore()
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        trainee.train()
-        older = checkpointer.save(1)
-        older.wait()
-        trainee.train()
-        sys.setprofile(look)
-        with pytest.raises(SystemExit):
-            checkpointer.save(2)
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGUSR1, before)
+    trainee.train()
+    older = checkpointer.save(1)
+    older.wait()
+    trainee.train()
+    with pytest.raises(SystemExit), Strike(handle, here):
+        checkpointer.save(2)
     assert older.reached is Level.DURABLE
 
 

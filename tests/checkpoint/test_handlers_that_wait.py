@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import signal
-import sys
 import threading
 import time
+import typing
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import grad_mode
+from torch.utils import _contextlib
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
@@ -30,9 +32,9 @@ from holdfast.keeper.rpc.messages import Progress
 from holdfast.tiers.storage.read_limit import ReadLimit
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
+from kit.strikes import Strike, called, exits, strikes
 
 DEADLINE_S = 60.0
-MOST = 1000
 
 
 def _job() -> LateCopyJob:
@@ -58,109 +60,50 @@ class _Announcement:
 @pytest.mark.parametrize("make", [_Waiting, _job, _Announcement])
 def test_a_handler_keeps_nothing_from_the_thread_that_it_waits_for(make: Callable[[], Any]) -> None:
     """At each moment of a wait: another thread tells that it is over, and the handler waits for that thread."""
-    left = 0
 
-    def look(_: FrameType, event: str, __: object) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR1)
-
-    def handle(*_: object) -> None:
+    def handle() -> None:
         other = threading.Thread(target=done.set, daemon=True)
         other.start()
         other.join(1.0)
         struck.append(not other.is_alive())
 
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        for moment in range(1, MOST):
-            done, struck, left = make().done, list[bool](), moment
-            sys.setprofile(look)
+    for moment, strike in enumerate(strikes(handle)):
+        done, struck = make().done, list[bool]()
+        with strike:
             done.wait(0.01)
-            sys.setprofile(None)
-            if left > 0:
-                break
+        if strike.came:
             assert struck == [True], f"moment {moment}"
             assert done.wait(0.0)
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGUSR1, before)
-    assert 5 < moment < MOST
+    assert moment > 5
 
 
 def test_what_a_handler_raises_while_storage_is_read_is_raised_as_it_is_and_at_once() -> None:
     """At each moment: not in the thread that reads, not as another error, and no lock that this one needs is kept."""
     # What a handler raises in these keeps locks of the standard library, or of this process.
     spared = {threading.Thread.start.__code__, threading.Condition.__enter__.__code__}
-    left = 0
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        nonlocal left
-        left -= frame.f_code not in spared
-        if left == 0:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR1)
-
-    def handle(*_: object) -> None:
-        raise SystemExit
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        for moment in range(1, MOST):
-            left, read, began = moment, list[None](), time.monotonic()
-            limit = ReadLimit(DEADLINE_S, 0, "there")
-            with suppress(SystemExit):
-                sys.setprofile(look)
-                limit.run(lambda read=read: read.append(time.sleep(0.002)))  # type: ignore[misc]
-                sys.setprofile(None)
-                assert left > 0, f"moment {moment}"
-                break
-            sys.setprofile(None)
-            assert time.monotonic() - began < DEADLINE_S / 4, f"moment {moment}"
-            count = len(read)
-            time.sleep(0.005)
-            assert len(read) == count, f"moment {moment}"
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGUSR1, before)
-    assert 50 < moment < MOST
+    for moment, strike in enumerate(strikes(exits, counts=lambda frame, _: frame.f_code not in spared)):
+        read, began = list[None](), time.monotonic()
+        limit = ReadLimit(DEADLINE_S, 0, "there")
+        with suppress(SystemExit), strike:
+            limit.run(lambda read=read: read.append(time.sleep(0.002)))  # type: ignore[misc]
+        assert time.monotonic() - began < DEADLINE_S / 4, f"moment {moment}"
+        count = len(read)
+        time.sleep(0.005)
+        assert strike.lost or len(read) == count, f"moment {moment}"
+    assert moment > 50
 
 
 def test_what_a_handler_raises_while_slots_are_waited_for_is_raised_as_it_is_and_keeps_no_lock() -> None:
-    left = 0
-
-    def look(*_: object) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR1)
-
-    def handle(*_: object) -> None:
-        raise SystemExit
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        for moment in range(1, MOST):
-            client: Any = SimpleNamespace(alive=True)
-            slots, left = Reservation(client, 1, 2, lambda _: None), moment
-            with suppress(SystemExit):
-                sys.setprofile(look)
-                slots.wait(1, 0.002)
-                sys.setprofile(None)
-                assert left > 0, f"moment {moment}"
-                break
-            sys.setprofile(None)
-            other = threading.Thread(target=slots._end, args=(LevelNotReached("none"),), daemon=True)
-            other.start()
-            other.join(5.0)
-            assert not other.is_alive(), f"moment {moment}"
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGUSR1, before)
-    assert 10 < moment < MOST
+    for moment, strike in enumerate(strikes(exits)):
+        client: Any = SimpleNamespace(alive=True)
+        slots = Reservation(client, 1, 2, lambda _: None)
+        with suppress(SystemExit), strike:
+            slots.wait(1, 0.002)
+        other = threading.Thread(target=slots._end, args=(LevelNotReached("none"),), daemon=True)
+        other.start()
+        other.join(5.0)
+        assert not other.is_alive(), f"moment {moment}"
+    assert moment > 10
 
 
 def test_a_handler_that_asks_storage_while_its_thread_does_waits_for_nothing_of_its_own() -> None:
@@ -219,23 +162,13 @@ def test_a_handler_that_saves_the_same_step_just_before_makes_the_one_save_of_it
     """The outer save has looked whether there is one, and is not known as one yet."""
     inner, made = list[SaveHandle](), list[str]()
 
-    def look(frame: FrameType, event: str, _: object) -> None:
-        if frame.f_code is SaveHandle.__init__.__code__ and event == "call":
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR1)
-
     trainee = Trainee()
     checkpointer = make(trainee)
     checkpointer.restore()
     checkpointer.events.subscribe(lambda event: made.append(event.name) if event.name == "saved" else None)
-    before = signal.signal(signal.SIGUSR1, lambda *_: inner.append(checkpointer.save(2)))
-    try:
-        trainee.train()
-        sys.setprofile(look)
+    trainee.train()
+    with Strike(lambda: inner.append(checkpointer.save(2)), called(SaveHandle.__init__)):
         outer = checkpointer.save(2, level)
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGUSR1, before)
     assert inner == [outer]
     assert made == ["saved"]
     assert outer.level is as_level(level)
@@ -302,37 +235,27 @@ def test_what_a_handler_saves_in_the_middle_of_an_optimizers_step_is_given_up(
 class _Both(torch.optim.Optimizer):
     """Steps two others in its own step; a signal comes where the fence stands before the second."""
 
-    def __init__(self, inner: list[torch.optim.Optimizer]) -> None:
+    def __init__(self, inner: list[torch.optim.Optimizer], handler: Callable[[], Any]) -> None:
         super().__init__([group for each in inner for group in each.param_groups], {})
-        self._inner = inner
+        self._inner, self._strike = inner, Strike(handler, called(Fence._before_step))
 
     def step(self, _: Any = None) -> None:
         self._inner[0].step()
-        sys.setprofile(self._strike)
-        self._inner[1].step()
-
-    def _strike(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is Fence._before_step.__code__:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR1)
+        with self._strike:
+            self._inner[1].step()
 
 
 @pytest.mark.parametrize("reported", [False, True])
 def test_what_a_handler_saves_between_two_steps_within_one_is_given_up(make: Make, *, reported: bool) -> None:
     """What it reports is no step, and is reported by the script afterwards."""
     model = torch.nn.Linear(1, 1)
-    both = _Both([torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()])
+    struck = list[SaveHandle | None]()
+    inner: list[torch.optim.Optimizer] = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    both = _Both(inner, lambda: struck.append((checkpointer.step if reported else checkpointer.save)(0)))
     checkpointer: Any = make(model=model, optimizer=both, every="1")
     checkpointer.restore()
-    struck = list[SaveHandle | None]()
-    call = checkpointer.step if reported else checkpointer.save
-    before = signal.signal(signal.SIGUSR1, lambda *_: struck.append(call(0)))
-    try:
-        model(torch.ones(1)).backward()
-        both.step()
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGUSR1, before)
+    model(torch.ones(1)).backward()
+    both.step()
     (handle,) = struck
     if handle is None:
         assert reported
@@ -611,42 +534,31 @@ class Alarm(TimeoutError):
     """What scripts raise in a handler: an error as any, and one as a connection raises it."""
 
 
+@pytest.mark.parametrize("every", [97, pytest.param(11, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"memory_budget": "1KB"}], ids=["memory", "storage"])
-def test_an_error_that_a_handler_raises_within_a_save_leaves_it_as_it_is(make: Make, options: dict[str, Any]) -> None:
+def test_an_error_that_a_handler_raises_within_a_save_leaves_it_as_it_is(
+    make: Make, options: dict[str, Any], every: int
+) -> None:
     """At drawn moments: not taken for a fault of the save's, which is given up. The next one is made."""
-    # The threads and locks of the standard library, which may keep what is raised there; and who says what it deletes.
-    spared, left = (threading.__file__, weakref.__file__), 0
+    # Threads and locks of the standard library may keep what is raised there, msgspec what is raised where it asks for a type; torch
+    # may stay in the mode that it was about to leave.
+    spared = (threading.__file__, weakref.__file__, typing.__file__, grad_mode.__file__, _contextlib.__file__)
 
-    def look(frame: FrameType, event: str, _: object) -> None:
-        nonlocal left
-        if event not in ("call", "return"):  # where a lock is taken no handler runs
-            return
-        left -= frame.f_code.co_filename not in spared
-        if left <= 0 and frame.f_code.co_name != "__del__":
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR1)
+    def counts(frame: FrameType, event: str) -> bool:  # no handler runs where a lock is taken, which is a call of C
+        return event in ("call", "return") and frame.f_code.co_filename not in spared
 
-    def handle(*_: object) -> None:
+    def handle() -> None:
         raise Alarm
 
     trainee = Trainee()
     checkpointer = make(trainee, every="0", **options)
     checkpointer.restore()
-    before, numbers = signal.signal(signal.SIGUSR1, handle), itertools.count(1)
-    try:
-        for moment in range(1, 4000, 97):
-            trainee.train()
-            left = moment
-            with suppress(Alarm):
-                sys.setprofile(look)
-                checkpointer.save(next(numbers), level="durable")
-                sys.setprofile(None)
-                assert left > 0, f"moment {moment}"
-                break
-            sys.setprofile(None)
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGUSR1, before)
-    assert moment > 400
+    numbers = itertools.count(1)
+    # What was written is listed, and counts too: no end is reached.
+    for strike in itertools.islice(strikes(handle, counts=counts, every=every), 4000 // every):
+        trainee.train()
+        with suppress(Alarm), strike:
+            checkpointer.save(number := next(numbers), level="durable")
+    assert number > 5
     checkpointer.save(next(numbers), level="durable").wait("durable")
     checkpointer.close()

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from holdfast.base.handler_errors import pass_on
+
 logger = logging.getLogger(__name__)
 
 Value = int | float | str | bool | None
@@ -78,7 +80,8 @@ class Events:
         for handler in tuple(self._handlers):
             try:
                 handler(event)
-            except Exception:  # an observer must never stop training
+            except Exception as error:  # an observer must never stop training
+                pass_on(error)
                 logger.exception("event handler failed at %s and is dropped", name)
                 with self._lock:
                     self._handlers = [h for h in self._handlers if h is not handler]

@@ -235,7 +235,7 @@ class _Text:
     ) -> None:
         self._frame, self._tree, self._loop, self._root = frame, tree, loop, root
         self._source = user_frames.text(frame)
-        self._names = dict(user_frames.names(frame))
+        self._names = {**frame.f_globals, **user_frames.own(frame)}
         self._reach = Reach(used=(), kept=(), named={})
         scope = scope_at(tree, loop.lineno)
         assert isinstance(scope, ast.Module | Function)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver
 from holdfast.checkpoint.entries.rng import ProcessRandomness
@@ -22,7 +23,6 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.checkpoint.usage.loop_observer import Observer
 from holdfast.core.model import Version
-from holdfast.tiers.wire.handler_errors import pass_on
 
 
 class Levels(Protocol):

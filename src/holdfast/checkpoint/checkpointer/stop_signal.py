@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.format.strict_json import parse_loose
 
 # Any of these keys with a true value in the stop file; the second is that of another framework's jobs.
@@ -51,7 +52,8 @@ class StopSignal:
         try:
             with file.open("rb") as stream:
                 said = parse_loose(stream.read(MAX_FILE_BYTES))
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            pass_on(error)
             return False
         return isinstance(said, dict) and any(said.get(key) in (True, 1) for key in STOP_KEYS)
 

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.session import Run
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
@@ -139,6 +140,7 @@ class StorageFallback:
         except HoldfastError as error:
             logger.warning("the level of saving stays as it is: %s", error)
         except RuntimeError as error:  # of torch's store
+            pass_on(error)
             logger.warning("who else can save is not known: %s", error)
 
     def ends(self, step: int) -> None:
@@ -148,6 +150,7 @@ class StorageFallback:
         try:
             self._boards(0).least("ends", step)
         except RuntimeError as error:  # of torch's store
+            pass_on(error)
             logger.warning("the other ranks may wait for this one at their end: %s", error)
 
     def closing(self, run: Run, patience_s: float | None = None) -> bool:
@@ -183,6 +186,7 @@ class StorageFallback:
                     )
                 time.sleep(CLOSING_EVERY_S)
         except (HoldfastError, RuntimeError) as error:
+            pass_on(error)
             logger.warning("the last save stays in memory: %s", error)
         return False
 
@@ -205,6 +209,7 @@ class StorageFallback:
                 self._link.wait_mended(CLOSING_EVERY_S)  # one that is stopped now is continued
                 time.sleep(CLOSING_EVERY_S)
         except RuntimeError as error:  # of torch's store
+            pass_on(error)
             logger.warning("the last save may wait for ranks that have ended: %s", error)
         return True
 
@@ -249,6 +254,7 @@ class StorageFallback:
         try:
             last_one.give_up()
         except RuntimeError as error:  # of torch's store
+            pass_on(error)
             logger.warning("the other ranks may wait for this one at their end: %s", error)
 
     def close(self) -> None:

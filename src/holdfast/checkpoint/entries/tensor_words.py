@@ -30,6 +30,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.base.handler_errors import pass_on
+
 logger = logging.getLogger(__name__)
 
 _WORD = 8
@@ -139,6 +141,7 @@ def find_places() -> Places | None:
         with torch.inference_mode(False), torch.no_grad():
             return _search()
     except Exception as error:  # noqa: BLE001 - another torch, or a system that shows no memory: all is asked one by one
+        pass_on(error)
         logger.info("tensors are asked one by one: %s: %s", type(error).__name__, error)
     return None
 

@@ -18,6 +18,7 @@ import torch
 from torch import distributed as dist
 
 from holdfast.base.errors import DeviceError, HoldfastError, Interrupted, UsageError, kind_of
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.versions.late_copy_rules import counts
@@ -133,6 +134,8 @@ def together(group: Ranks, work: Callable[[], T]) -> T:
     result, fault = _attempt(work)
     told = group.gather(b"" if fault is None else _describe(fault))
     failed = [rank for rank, text in enumerate(told) if text]
+    if fault is not None:
+        pass_on(fault)
     if not failed:
         return result  # type: ignore[return-value]  # no fault, so there is a result
     first = failed[0]

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, CorruptError, HoldfastError, KeeperLost, LevelNotReached
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import pass_on
 from holdfast.core.model import BundleRef, Level, RankLayout, Version
 from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.scheduling.step_agreement import Appointment
@@ -382,6 +383,7 @@ class KeeperLink:
         try:
             self._port = address, tcp.hold(self._config.listen or host, port)
         except (OSError, ConfigError) as error:
+            pass_on(error)
             logger.info("port %d is not held for the next keeper of this node: %s", port, error)
 
     def _let_port_go(self) -> None:

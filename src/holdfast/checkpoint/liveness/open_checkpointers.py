@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.device import accelerator
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ def void() -> None:
         try:
             thing.void()
         except Exception as error:  # noqa: BLE001 - the job must be left whatever it is; what is not told is refused later
+            pass_on(error)
             logger.warning("%s was not told that the job broke off: %s", type(thing).__name__, error)
 
 
@@ -129,6 +131,7 @@ def abandon_all(*, kept: bool = False) -> None:
         try:
             thing.interrupted() if kept else thing.abandon()
         except Exception as error:  # noqa: BLE001 - whatever it is, the next run must be able to start
+            pass_on(error)
             logger.warning("%s was not closed properly: %s", type(thing).__name__, error)
     if not kept:
         _open.clear()

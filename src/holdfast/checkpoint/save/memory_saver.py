@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import of_a_handler, pass_on
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.capture import copy_plan, paced_copy
 from holdfast.checkpoint.capture.copy_plan import Batch, Copies, Plan, SlotView, Split, Structure
@@ -55,7 +56,6 @@ from holdfast.keeper.rpc.client import SAY_S, Begun, KeeperClient, NoSlotYet, Sl
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
 from holdfast.tiers.memory.usable_cores import usable_cores
-from holdfast.tiers.wire.handler_errors import of_a_handler, pass_on
 
 logger = logging.getLogger(__name__)
 

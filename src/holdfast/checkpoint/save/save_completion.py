@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.base.errors import KeeperLost
+from holdfast.base.handler_errors import pass_on
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.capture.copy_plan import SlotView
 from holdfast.checkpoint.capture.late_copy_check import CopyCheck, DeviceCheck
@@ -25,7 +26,6 @@ from holdfast.checkpoint.capture.mutation_check import MutationHistory, differin
 from holdfast.checkpoint.capture.unchanged_images import Look
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.keeper.rpc.client import KeeperClient
-from holdfast.tiers.wire.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.liveness import heartbeat
 from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.layout.parity_groups import NONE
@@ -20,7 +21,6 @@ from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.slots.progress import WRITING
 from holdfast.tiers.storage.read_limit import ReadLimit
-from holdfast.tiers.wire.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 

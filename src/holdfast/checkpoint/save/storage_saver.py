@@ -32,6 +32,7 @@ from holdfast.base.errors import (
     StorageFull,
 )
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import of_a_handler, pass_on
 from holdfast.checkpoint.capture.copy_plan import PlacedImage, Plan, Structure
 from holdfast.checkpoint.capture.optimizer_fence import Fence
 from holdfast.checkpoint.capture.twin_comparison import Shared
@@ -56,7 +57,6 @@ from holdfast.tiers.memory.memory_budget import read_limits
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import BundleFile, Manifest
 from holdfast.tiers.storage.version_store import Storage
-from holdfast.tiers.wire.handler_errors import of_a_handler, pass_on
 
 logger = logging.getLogger(__name__)
 
@@ -301,6 +301,7 @@ class DirectSaver:
         try:
             degraded_notice.post(self._place, root=self._job.assembly.root, reason=self._reason, durable=durable)
         except (ConfigError, OSError) as error:
+            pass_on(error)
             logger.warning("`holdfast status` cannot be told: %s", error)
 
 

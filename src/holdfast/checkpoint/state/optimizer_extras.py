@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.state.change_detection import SCALARS
 
@@ -84,6 +85,7 @@ class OptimizerExtras:
         try:
             self._said = self._voice.state_dict()
         except Exception as error:  # whatever a class of somebody's own raises
+            pass_on(error)
             raise UsageError(
                 f"state_dict() of {type(self._voice).__name__} failed: {type(error).__name__}: {error}",
                 where=self._name,

@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.base import handler_errors
 from holdfast.checkpoint.device import accelerator
-from holdfast.tiers.wire import handler_errors
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.containers import items_of, parts_of
 from holdfast.checkpoint.entries.sharding import local_of, memory_of
-from holdfast.tiers.wire.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 

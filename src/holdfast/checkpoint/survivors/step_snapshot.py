@@ -26,6 +26,7 @@ import torch
 import xxhash
 
 from holdfast.base.errors import CorruptError, HoldfastError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.types import Gathered, Group
 from holdfast.core.model import Shard, Version
 from holdfast.tiers.backends.own_descriptor import OwnDescriptor
@@ -215,6 +216,7 @@ class SnapshotWriter:
             try:
                 self._page.write(version, blob)
             except OSError as error:
+                pass_on(error)
                 self.refused = f"its page cannot be written: {error.strerror}"
         self._last_s = time.perf_counter() - started
         self._spent_s += self._last_s

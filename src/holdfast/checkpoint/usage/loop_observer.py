@@ -19,13 +19,13 @@ from itertools import chain, count
 from types import CodeType, FrameType
 from typing import Any
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.given_objects import Given
 from holdfast.checkpoint.usage.loop_analysis import Around, around, from_outside
 from holdfast.checkpoint.usage.loop_snapshot import Early, Finding, look
 from holdfast.core.versions import step_numbers
-from holdfast.tiers.wire.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.containers import items_of, length_of, parts_of
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.entries.sharding import local_of
@@ -432,7 +433,8 @@ def look_early(frame: FrameType | None, objects: Mapping[str, Any]) -> Early:
     ]
     try:
         tokens = dict(_plain_tokens(names))
-    except Exception:  # noqa: BLE001 - objects of the user's may raise whatever they like; then the first step is looked at first
+    except Exception as error:  # noqa: BLE001 - objects of the user's may raise whatever they like; then the first step is looked at first
+        pass_on(error)
         tokens = {}
     return Early([value for value in held if _is_iterator(value)], tokens, user.f_code if user is not None else None)
 

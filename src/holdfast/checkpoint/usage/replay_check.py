@@ -29,6 +29,7 @@ import torch
 import xxhash
 from torch import distributed as dist
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.entries.types import Group, SavedTensor
@@ -37,7 +38,6 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.usage import sandbox
 from holdfast.core.model import Shard
 from holdfast.tiers.format import values as value_codec
-from holdfast.tiers.wire.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 

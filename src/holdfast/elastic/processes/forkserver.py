@@ -28,9 +28,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from holdfast.base.proc_stat import stat_fields
 from holdfast.base.process_label import label_process
 from holdfast.elastic.worker.kill_descendants import kill_group
+from holdfast.tiers.memory.proc_stat import stat_fields
 
 logger = logging.getLogger(__name__)
 

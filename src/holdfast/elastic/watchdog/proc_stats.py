@@ -15,9 +15,9 @@ import struct
 import time
 from dataclasses import dataclass
 
-from holdfast.base.proc_stat import stat_fields
 from holdfast.core.elastic.worker_facts import PERSON, SLEEP, ProcessStats
 from holdfast.elastic.watchdog.worker_interrupt import copies_of_sockets
+from holdfast.tiers.memory.proc_stat import stat_fields
 
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

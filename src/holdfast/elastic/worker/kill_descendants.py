@@ -13,7 +13,7 @@ import os
 import signal
 import time
 
-from holdfast.base.proc_stat import stat_fields
+from holdfast.tiers.memory.proc_stat import stat_fields
 
 # How long those that clean up may take, and how often their end is looked for.
 CLEAN_S, POLL_S = 2.0, 0.01

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from holdfast.base.proc_stat import stat_fields
 from holdfast.core.elastic.rerun import Leftover
+from holdfast.tiers.memory.proc_stat import stat_fields
 
 # Threads, pin-memory loops and workers of loaders that were just freed need a moment to end.
 SETTLE_S = 1.0

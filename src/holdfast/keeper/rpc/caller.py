@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.base.errors import HoldfastError, KeeperError, KeeperLost
+from holdfast.base.handler_errors import pass_on
 from holdfast.keeper.rpc.messages import (
     KEEPER,
     AnyMessage,
@@ -30,7 +31,6 @@ from holdfast.keeper.rpc.messages import (
     raise_refusal,
 )
 from holdfast.tiers.wire import frames
-from holdfast.tiers.wire.handler_errors import pass_on
 from holdfast.tiers.wire.latch import Latch
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import os
 import signal
 from pathlib import Path
 
-from holdfast.base.proc_stat import stat_fields
 from holdfast.keeper.rpc.paths import KEEPER_LOCK
+from holdfast.tiers.memory.proc_stat import stat_fields
 
 logger = logging.getLogger(__name__)
 

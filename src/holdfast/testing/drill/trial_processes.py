@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.base import program
-from holdfast.base.proc_stat import stat_fields
 from holdfast.testing.checks.evidence import slot_links
 from holdfast.testing.drill.shared import Ground, Setup, die_with
+from holdfast.tiers.memory.proc_stat import stat_fields
 
 WAIT_S = 5.0
 # The program that forks trainers.

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base.errors import Fenced, HoldfastError, StorageError, StorageFull, VersionNotFound
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.backends import posix_io
 from holdfast.tiers.backends.interface import TEMPORARY, NotCachedError, Properties, check_segment, split_name
 from holdfast.tiers.backends.parallel_streams import StreamCount
@@ -193,6 +194,7 @@ class LocalBackend:
             with self._open_old(name) as (descriptor, _):
                 posix_io.fill_from_cache(descriptor, memoryview(bytearray(1)), 0)
         except OSError as error:
+            pass_on(error)
             return error.errno == errno.EAGAIN
         except HoldfastError:
             return False
@@ -360,7 +362,8 @@ def _scan(directory: int) -> Iterator[tuple[str, int]]:
 
 
 def translate(error: OSError, where: str) -> StorageError:
-    """Return what the operating system said about `where`, as an error of ours with a remedy."""
+    """Return what the operating system said about `where`, as an error of ours with a remedy. What a signal's handler raised is raised."""
+    pass_on(error)
     code = error.errno or 0
     if code in (errno.ENOSPC, errno.EDQUOT):
         what = "no space is left" if code == errno.ENOSPC else "the quota is used up"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from holdfast.base.errors import ConfigError, Fenced, StorageBusy, StorageError, StorageUnfit, VersionNotFound
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.backends.interface import TEMPORARY, Properties, check_segment, split_name, total_bytes
 from holdfast.tiers.backends.parallel_streams import MOST_REQUESTS, StreamCount, requests_at_once
 
@@ -259,6 +260,7 @@ class ObjectStoreBackend:
             remedy = "check the credentials and what they may do in this bucket"
             raise StorageError(f"the store refuses: {_words(error)}", where=self._at(name), remedy=remedy) from error
         except (BaseError, OSError, ValueError) as error:
+            pass_on(error)
             if _NO_BUCKET.search(str(error)):
                 remedy = "create the bucket, or correct the URL"
                 raise StorageError("the bucket is not there", where=self._where, remedy=remedy) from error

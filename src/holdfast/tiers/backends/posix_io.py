@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.base.errors import StorageUnfit
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.backends.interface import held_at_once, total_bytes
 from holdfast.tiers.backends.parallel_streams import UNIT_BYTES, StreamCount, Streams
 
@@ -208,6 +209,7 @@ def sync(*directories: int) -> None:
         for directory in directories:
             os.fsync(directory)
     except OSError as error:
+        pass_on(error)
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             remedy = "choose a path on a file system whose directories can be synchronised"
             raise StorageUnfit("names cannot be made durable here (fsync of a directory)", remedy=remedy) from error
@@ -219,7 +221,8 @@ def is_remote(path: Path) -> bool:
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
         real = os.path.realpath(path)  # goes on at a loop of links, which whoever opens it is told of
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return True
     kind, longest = "", -1
     for line in lines:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from holdfast.base.config import parse_size
 from holdfast.base.errors import MemoryRefused
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.format.strict_json import parse_loose
 from holdfast.tiers.memory.control_groups import groups_above
 from holdfast.tiers.memory.processes import has_ended, start_time, take_lock
@@ -194,7 +195,8 @@ def _number(*files: Path) -> int | None:
     for file in files:
         try:
             text = file.read_text().strip()
-        except OSError:
+        except OSError as error:
+            pass_on(error)
             continue
         return int(text) if text.isdigit() else None
     return None

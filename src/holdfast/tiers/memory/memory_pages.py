@@ -16,6 +16,8 @@ import os
 import re
 from pathlib import Path
 
+from holdfast.base.handler_errors import pass_on
+
 PAGE = mmap.PAGESIZE
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 # Settings with which memory of a memfd that asks for huge pages gets them.
@@ -75,7 +77,8 @@ def populate_readonly(mapping: mmap.mmap) -> None:
     """The same for a mapping through which nobody can write."""
     try:
         mapping.madvise(_MADV_POPULATE_READ)
-    except OSError:  # Linux before 5.14
+    except OSError as error:  # Linux before 5.14
+        pass_on(error)
         with memoryview(mapping) as view:
             _touch(view)
 

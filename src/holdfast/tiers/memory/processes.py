@@ -14,7 +14,8 @@ import secrets
 import socket
 from pathlib import Path
 
-from holdfast.base.proc_stat import stat_fields
+from holdfast.base.handler_errors import pass_on
+from holdfast.tiers.memory.proc_stat import stat_fields
 
 # How often taking a lock is tried anew because its file was removed meanwhile by the one who held it.
 _LOCK_ATTEMPTS = 100
@@ -42,8 +43,8 @@ def has_ended(pid: int, started: object = None) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # no process has a number that large
         return True
-    except OSError:
-        pass  # it is there, and another user's
+    except OSError as error:  # it is there, and another user's
+        pass_on(error)
     fields = _stat(pid)
     if not fields:
         return False
@@ -59,7 +60,8 @@ def machine_id() -> str:
     try:
         boot = boot_id()
         namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return _OWN_MACHINE
     return hashlib.blake2b(f"{socket.gethostname()}\x00{boot}\x00{namespace}".encode(), digest_size=6).hexdigest()
 
@@ -77,7 +79,8 @@ def _stat(pid: int) -> list[bytes]:
     """Return what /proc tells of a process, from its state on; nothing if it tells nothing."""
     try:
         return stat_fields(pid)
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return []
 
 

@@ -23,6 +23,7 @@ import msgspec
 import xxhash
 
 from holdfast.base.errors import CorruptError, KeeperError, MemoryRefused
+from holdfast.base.handler_errors import pass_on
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.memory import memory_pages
@@ -133,6 +134,7 @@ class Slot:
         try:
             return cls._promise(header_area(num_bytes), num_bytes, slot_id)
         except OSError as error:
+            pass_on(error)
             raise _refused(error, num_bytes) from error
 
     @classmethod
@@ -162,6 +164,7 @@ class Slot:
         try:
             memory_pages.allocate(self._map, self.fd, start, length)
         except OSError as error:
+            pass_on(error)
             raise _refused(error, self.num_bytes) from error
 
     def complete(self) -> None:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base.errors import InUse, StorageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.backends.local import translate
 from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 from holdfast.tiers.backends.posix_io import is_remote
@@ -152,6 +153,7 @@ class RunLock:
                 return False
             _name_ourselves(fd, run_id)
         except OSError as error:
+            pass_on(error)
             os.close(fd)
             if error.errno not in _NO_LOCKS:
                 return False
@@ -182,7 +184,8 @@ class RunLock:
                 return os.read(fd, _MAX_BYTES)
             finally:
                 os.close(fd)
-        except OSError:
+        except OSError as error:
+            pass_on(error)
             return b""
 
 
@@ -225,7 +228,8 @@ def _close_all() -> None:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         status = path.lstat()
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return None
     return status.st_dev, status.st_ino
 
@@ -236,6 +240,7 @@ def _name_ourselves(fd: int, run_id: str) -> None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(words).encode() + b"\n", 0)
     except OSError as error:  # a full disk: the lock holds, only its words are missing
+        pass_on(error)
         logger.debug("who holds the lock was not written: %s", error)
 
 

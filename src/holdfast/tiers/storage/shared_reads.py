@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.base.errors import StorageBusy
+from holdfast.base.handler_errors import pass_on
 from holdfast.core.recovery.shared_reading import ReadingPlan
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,7 @@ class SharedReads:
         try:
             return os.pread(self._fd, 1, at) == _READ
         except OSError as error:
+            pass_on(error)
             self._say(error)
             return False
 
@@ -155,6 +157,7 @@ class SharedReads:
         try:
             os.pwrite(self._fd, _READ, at)
         except OSError as error:
+            pass_on(error)
             self._say(error)
 
     @contextlib.contextmanager
@@ -165,6 +168,7 @@ class SharedReads:
             self._set(fcntl.F_WRLCK, at)
             is_locked = True
         except OSError as error:
+            pass_on(error)
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 yield False
                 return

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.base.errors import ConfigError, KeeperError, KeeperGone, KeeperLost
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.wire import tcp
-from holdfast.tiers.wire.handler_errors import pass_on
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_HELLO_BYTES = 1 << 10

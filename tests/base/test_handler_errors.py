@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
-from holdfast.tiers.wire.handler_errors import of_a_handler, pass_on
+from holdfast.base.events import Events
+from holdfast.base.handler_errors import of_a_handler, pass_on
+from kit.strikes import Strike
 
 
 def test_errors_in_a_circle_are_looked_through_once() -> None:
@@ -32,3 +34,16 @@ def test_an_error_of_a_handler_is_raised_again_and_another_is_not(*, deep: bool)
     finally:
         signal.signal(signal.SIGUSR1, before)
     pass_on(OSError("of ours"))
+
+
+def test_what_a_handler_raises_in_an_observer_of_events_is_no_fault_of_the_observer() -> None:
+    events, seen = Events(), list[str]()
+    events.subscribe(lambda event: seen.append(event.name))
+
+    def fails() -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError), Strike(fails, lambda frame, _: frame.f_code.co_name == "<lambda>"):
+        events.emit("first")
+    events.emit("second")
+    assert seen == ["second"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.base.proc_stat import stat_fields
+from holdfast.tiers.memory.proc_stat import stat_fields
 
 
 def test_a_name_with_parentheses_and_spaces_moves_no_field() -> None:
