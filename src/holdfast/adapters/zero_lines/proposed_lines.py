@@ -52,10 +52,11 @@ from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, loa
 # So deep objects are looked for, and so many parts of a container.
 MAX_DEPTH, MAX_PARTS = 2, 64
 _SEQUENCES = (list, tuple, range, str)
-# Reasons that no line removes: structures that change, files, state that nobody has found.
+# Reasons that no line removes: structures that change, files, state that nobody has found, memory that two have a part of.
 _BEYOND = (
     "'the tensors of", "'the modules of", "'the parameter groups of", "a file, is", "a rehearsal of a restart", "torch's settings",
-    "the working directory", "goes into the training",
+    "the working directory", "goes into the training", "share memory, and may be written", "share memory with each other",
+    "that is kept by itself",
 )  # fmt: skip
 _UNSURE, _UNREHEARSED = "nobody can be sure what", "the first steps are not rehearsed"
 # What is only written to.
@@ -234,7 +235,7 @@ class _Text:
     ) -> None:
         self._frame, self._tree, self._loop, self._root = frame, tree, loop, root
         self._source = user_frames.text(frame)
-        self._names = dict(user_frames.names(frame))
+        self._names = {**frame.f_globals, **user_frames.own(frame)}
         self._reach = Reach(used=(), kept=(), named={})
         scope = scope_at(tree, loop.lineno)
         assert isinstance(scope, ast.Module | Function)

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import linecache
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,10 @@ from holdfast.base.installed import is_installed
 
 # Our methods that look at who called them.
 _METHODS = {"step", "restore"}
+# References to a dict of names that its frame alone holds: the frame's, that of `own`, and the argument of the count.
+_UNHELD = 3
+# Whether all that ask for the names of a function are given the same dict.
+_IS_SHARED = sys.version_info < (3, 13)
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
@@ -48,19 +53,27 @@ def text(frame: FrameType) -> str:
 
 
 def names(frame: FrameType) -> Mapping[str, Any]:
-    """Returns what names mean in a frame: its own, and those of its file."""
-    return {**frame.f_globals, **own(frame)}
+    """Returns what names mean in a frame: its own, and those of its file. Nothing where a look may change what the script holds."""
+    return {} if _may_hold_names(frame) else {**frame.f_globals, **own(frame)}
 
 
 def own(frame: FrameType) -> Mapping[str, Any]:
     """Returns a frame's own names; it keeps nothing of that alive.
 
-    Before Python 3.13 a function's frame keeps what it was asked for until it ends: a batch, a loss with all its graph.
+    Before Python 3.13 a function's frame keeps what it was asked for until it ends: a batch, a loss with all its graph. It is one dict,
+    which `locals()` hands out too: one that somebody holds is left alone.
     """
-    found = dict(frame.f_locals)
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(frame.f_locals) is dict:
-        frame.f_locals.clear()
+    asked = frame.f_locals
+    found = dict(asked)
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(asked) is dict and sys.getrefcount(asked) <= _UNHELD:
+        asked.clear()
     return found
+
+
+def _may_hold_names(frame: FrameType) -> bool:
+    """Tell whether a function may hold what `locals()` returned, which a look at its names would add names to."""
+    code = frame.f_code
+    return _IS_SHARED and bool(code.co_flags & inspect.CO_OPTIMIZED) and "locals" in code.co_names
 
 
 def _leads_to_caller(frame: FrameType) -> bool:
