@@ -49,6 +49,9 @@ def watched(nest: Nest) -> list[str]:
             "clock.tick()\nif clock.out(): break", "time.time()",
         ),
         (f"{METER}seconds = Meter()", "seconds.update(time.time())\nscheduler.step(seconds.avg)", "time.time()"),
+        ("since = time.time()", "if time.time() - since > 60:\n    torch.save(model.state_dict(), 'last.pt')\n    sys.exit(0)", "time.time()"),
+        ("since = time.time()\ndef check():\n    if time.time() - since > 60: exit()", "check()", "time.time()"),
+        ("since = time.time()", "optimizer.param_groups[0].update(lr=0.1 / (time.time() - since))", "time.time()"),
         ("", "torch.manual_seed(int(datetime.datetime.now().timestamp()))", "datetime.datetime.now()"),
         ("", "random.seed()", "random.seed()"),
         ("", "random.seed(hash(name))", "hash(name)"),
@@ -84,6 +87,7 @@ def test_what_goes_into_the_training_is_found(before: str, body: str, text: str)
         ("log = open('log', 'a')", "log.write('row')\nlog.seek(0, 2)\nprint(log.tell(), os.path.getsize('log'))"),
         ("", "for old in sorted(glob.glob('*.pt'))[:-3]: os.remove(old)"),
         ("", "if not os.path.exists('out'): os.makedirs('out')"),
+        ("since = time.time()", "if step > 60: sys.exit(0)\nprint(time.time() - since)"),
     ],
 )  # fmt: skip
 def test_what_is_only_told_or_logged_is_not(before: str, body: str) -> None:
@@ -95,16 +99,27 @@ def test_what_is_only_told_or_logged_is_not(before: str, body: str) -> None:
 def test_calls_that_ask_of_files_are_watched_where_their_answer_trains() -> None:
     nest = found(
         "log = open('log', 'a')",
-        "rate = 0.1 / log.tell()\n" + RATE + "print(os.path.getsize('log'))\nif Path('stop').exists(): break",
+        "rate = 0.1 / log.tell()\n"
+        + RATE
+        + "print(os.path.getsize('log'))\nif Path('stop').exists(): break\nif Path('end').exists(): sys.exit()",
     )
     assert not nest.outside
-    assert set(watched(nest)) == {"log.tell", "Path('stop').exists"}
+    assert set(watched(nest)) == {"log.tell", "Path('stop').exists", "Path('end').exists"}
 
 
 def test_functions_of_other_modules_are_followed() -> None:
     other = "import time\ndef late(since):\n    return time.time() - since > 60"
     assert "'time.time()'" in found("from other import late", "if late(0): break", other).outside
     assert not found("from other import late", "print(late(0))", other).outside
+    for imports, call in (
+        ("import other", "other"),
+        ("from package import other as o", "o"),
+        ("from . import other", "other"),
+        ("import a.b", "a.b"),
+    ):
+        assert "'time.time()'" in found(imports, f"if {call}.late(0): break", other).outside
+        assert not found(imports, f"print({call}.late(0))", other).outside
+    assert not found("", "if torch.late(0): break", other).outside
     files = "import os\ndef size():\n    return os.path.getsize('log')\ndef stops():\n    return os.path.exists('stop')"
     assert "getsize" in found("from other import size, stops", "rate = size()\n" + RATE, files).outside
     assert not found("from other import size, stops", "if stops(): break", files).outside

@@ -246,6 +246,11 @@ NONE = {
         f"    for x, y in DataLoader(data, batch_size=4):\n        {STEP}\n"),
         "",
     ),
+    "view of what is kept": (
+        ("net.register_buffer('seen', torch.zeros(4))\nrow = torch.zeros(2)\nfor step in range(9):\n    if step == 3: row = net.seen[:2]\n"
+        f"    x, y = data[:]\n    x = x + row.sum()\n    {STEP}\n    net.seen += 1\n"),
+        "'row' lives from one turn to the next, and shares memory with",
+    ),
     "attribute of the model": (f"for step in range(9):\n    x, y = data[:]\n    {STEP}\n    net.seen = [torch.ones(step + 1)]\n", "net.seen"),
 }  # fmt: skip
 

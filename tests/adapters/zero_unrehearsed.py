@@ -50,6 +50,11 @@ OUT = "import glob, shutil\nout = os.environ['MARK'] + '.d'\nshutil.rmtree(out, 
 WRITES, TRAINS_BY = "log.write('row\\n'); log.flush()", "goes into the training"
 CLOCK = "import time\nsince = time.time()\n"
 
+DDP = (
+    "from torch import distributed as dist\ndist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+    "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+)
+
 CASES: dict[str, Case] = {
     # What a restart is told otherwise, and goes into the training.
     "place in a log": Case(
@@ -126,6 +131,48 @@ CASES: dict[str, Case] = {
         body="if step == 3: h = torch.ones(2, 4); row = h[0]\nif step >= 7: flat = h.view(-1); flat += 1",
         scale="(1 + row.sum())",
         shown="h, row",
+    ),
+    "view of a buffer": Case(
+        "'row' lives from one turn to the next, and shares memory with an object that is kept by itself",
+        pre="class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__(); self.body = model\n        self.register_buffer('seen', torch.zeros(4))\n"
+        "    def forward(self, x):\n        self.seen.add_(0.1)\n        return self.body(x)\nmodel, row = Net(), torch.zeros(2)",
+        body="if step == 3: row = model.seen[:2]",
+        scale="(1 + row.sum())",
+        shown="row",
+    ),
+    "view of data": Case(
+        pre="data = torch.randn(20, 4)\nlast = data[:2]",
+        body="last = data[step : step + 2]",
+        scale="(1 + last.sum() + data.sum())",
+        shown="last",
+    ),
+    "view of data that is written": Case(
+        "'last' lives from one turn to the next, and shares memory with an object that is kept by itself",
+        pre="data = torch.randn(20, 4)\nlast = data[:2]",
+        body="if step == 2: last = data[2:4]\nif step >= 7: data[3] += 1",
+        scale="(1 + last.sum() + data.sum())",
+        shown="last",
+    ),
+    "gradient that the next one is written to": Case(
+        "'last' lives from one turn to the next, and shares memory with an object that is kept by itself",
+        pre="last = torch.zeros(4)",
+        step=STEP.replace("zero_grad()", "zero_grad(set_to_none=False)"),
+        body="if step == 3: last = model[0].bias.grad",
+        scale="(1 + last.sum())",
+        shown="last",
+    ),
+    "gradient of the step before": Case(
+        pre="last = torch.zeros(4)", body="last = model[0].bias.grad", scale="(1 + last.sum())", shown="last"
+    ),
+    "hook of DDP that compresses": Case(
+        "'the communication hook of model[0]', a PowerSGDState",
+        pre=DDP + "from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook\n"
+        "model.register_comm_hook(PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook)",
+    ),
+    "hook of DDP with a number of the script's": Case(
+        pre=DDP
+        + "class Hook:\n    n = 1.0\n    def reduced(self, bucket):\n        self.n += 1\n        done = torch.futures.Future()\n"
+        "        done.set_result(bucket.buffer() * self.n)\n        return done\nmodel.register_comm_hook(Hook(), Hook.reduced)",
     ),
     "views of one memory that nobody writes": Case(
         pre="h = torch.zeros(2, 4)\nrow = h[0]",

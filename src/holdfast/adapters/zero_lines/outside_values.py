@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -49,6 +50,9 @@ _SEEDS = {
     "default_rng",
     "RandomState",
 }
+# What surely is no module of the script's.
+_LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
+_EXITS = {"sys.exit", "os._exit"}
 _RATES = {"lr", "momentum", "weight_decay", "betas", "eps", "dampening", "alpha", "max_norm"}
 _QUIET = {"print", "isinstance", "type", "repr", "hasattr", "callable", "super"}
 # What is called before a loop to give something to a name; what other functions return there is not followed.
@@ -187,10 +191,9 @@ class _Flow:
                     self._imports[alias.asname or alias.name.split(".")[0]] = (
                         alias.name if alias.asname else alias.name.split(".")[0]
                     )
-            elif isinstance(part, ast.ImportFrom) and part.module and not part.level:
-                self._imports.update(
-                    {alias.asname or alias.name: f"{part.module}.{alias.name}" for alias in part.names}
-                )
+            elif isinstance(part, ast.ImportFrom):
+                home = f"{'.' * part.level}{part.module or ''}"
+                self._imports.update({alias.asname or alias.name: f"{home}.{alias.name}" for alias in part.names})
             elif isinstance(part, Function):
                 self._around[id(part)] = scope
                 (self._functions if kind is None else self._methods).setdefault(part.name, []).append(part)
@@ -335,10 +338,17 @@ class _Flow:
                 _add(self._free.setdefault(id(frame.scope), {}), path + part, sources)
 
     def _sink(self, sources: _Sources, node: ast.AST) -> None:
-        ends = isinstance(node, ast.Break | ast.Return | ast.Raise)
+        leaves = isinstance(node, ast.Call) and self._is_exit(node)
+        ends = leaves or isinstance(node, ast.Break | ast.Return | ast.Raise)
         for source in sources:
             line, only_ends = self.found.get(source, (getattr(node, "lineno", 0), True))
             self.found[source] = (line, only_ends and ends)
+
+    def _is_exit(self, node: ast.Call) -> bool:
+        """Tell whether a call ends the script."""
+        return self._whole(node.func) in _EXITS or (
+            isinstance(node.func, ast.Name) and node.func.id in ("exit", "quit")
+        )
 
     # Statements.
 
@@ -627,9 +637,9 @@ class _Flow:
             return self._asked(node, node)
         if name in _QUIET and isinstance(node.func, ast.Name):
             return {}
-        if isinstance(node.func, ast.Name) and node.func.id in self._functions:
+        if name in self._functions and (isinstance(node.func, ast.Name) or _may_be_own(whole)):
             found: _Value = {}
-            for function in self._functions[node.func.id]:
+            for function in self._functions[name]:
                 found = _merged(found, self._call(function, self._bound(function, given, words, own=False), frame)[0])
             return found
         if isinstance(node.func, ast.Attribute) and node.func.attr in self._methods:
@@ -674,10 +684,16 @@ class _Flow:
                 own |= self._number(each)
             if whole in ("random.seed", "torch.seed", "numpy.random.seed") and not node.args and not node.keywords:
                 own |= frozenset({Source(ast.unparse(node), node.lineno, False, node)})
-        elif name == "load_state_dict":
+        elif name == "load_state_dict" or self._is_exit(node):
             own = frame.control
-        elif name.startswith("clip_grad") or (
-            name.endswith("_") and name[:1] != "_" and (path.endswith((".data", ".grad")) or _root(path) in frame.rates)
+        elif (
+            name.startswith("clip_grad")
+            or (name == "update" and ("group" in path or _root(path) in frame.rates))
+            or (
+                name.endswith("_")
+                and name[:1] != "_"
+                and (path.endswith((".data", ".grad")) or _root(path) in frame.rates)
+            )
         ):
             own = passed
         self._sink(own, node)
@@ -752,6 +768,11 @@ def _before(scope: ast.AST, loop: ast.AST) -> Iterator[ast.stmt]:
         calls = [last_name(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
         if isinstance(statement, ast.Assign | ast.AnnAssign) and all(name in _PLAIN for name in calls):
             yield statement
+
+
+def _may_be_own(whole: str) -> bool:
+    """Tell whether a function of this whole name may be one of the script's own modules."""
+    return bool(whole) and whole.partition(".")[0] not in _LIBRARIES
 
 
 def _leaves(node: ast.If) -> bool:

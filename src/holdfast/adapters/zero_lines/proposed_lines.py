@@ -52,10 +52,11 @@ from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, loa
 # So deep objects are looked for, and so many parts of a container.
 MAX_DEPTH, MAX_PARTS = 2, 64
 _SEQUENCES = (list, tuple, range, str)
-# Reasons that no line removes: structures that change, files, state that nobody has found.
+# Reasons that no line removes: structures that change, files, state that nobody has found, memory that two have a part of.
 _BEYOND = (
     "'the tensors of", "'the modules of", "'the parameter groups of", "a file, is", "a rehearsal of a restart", "torch's settings",
-    "the working directory", "goes into the training",
+    "the working directory", "goes into the training", "share memory, and may be written", "share memory with each other",
+    "that is kept by itself",
 )  # fmt: skip
 _UNSURE, _UNREHEARSED = "nobody can be sure what", "the first steps are not rehearsed"
 # What is only written to.

@@ -36,7 +36,7 @@ from holdfast.adapters.zero_lines.script_text import (
     words_in,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
-from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, names_of_start
+from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, last_name, names_of_start
 from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 # The number of the turn of what was a `while`.
@@ -105,6 +105,7 @@ class Nest:
         by_hand: whether a loop changes parameters one by one, without an optimizer.
         lines: attribute or name -> the first line that stores to it or calls a method of it.
         written: names that it may write in place.
+        reuses_gradients: whether it may clear gradients in their memory, which the next ones are written to.
         outside: what it trains by that a restart is told otherwise; empty if there is nothing.
     """
 
@@ -123,6 +124,7 @@ class Nest:
     by_hand: bool
     lines: tuple[tuple[str, int], ...]
     written: frozenset[str]
+    reuses_gradients: bool
     outside: str
 
 
@@ -183,6 +185,7 @@ def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
         by_hand=any(_is_by_hand(calls.inside(loop)) for loop in kept),
         lines=tuple(sorted(lines.items())),
         written=frozenset(written(ast.parse(source))),
+        reuses_gradients=_reuses_gradients(ast.walk(tree)),
         outside=outside.reason,
     )
     for loop, site in zip(kept, sites, strict=True):  # last: all else is of the script as it is written
@@ -204,11 +207,20 @@ def facts(nest: Nest, others: Sequence[ast.Module]) -> Nest:
         clocked=nest.clocked.union(*map(clock_names, others)),
         reads_files=nest.reads_files or reads_files(words),
         retains=nest.retains or _retains(nodes),
+        reuses_gradients=nest.reuses_gradients or _reuses_gradients(nodes),
     )
 
 
 def _retains(nodes: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, ast.keyword) and node.arg == "retain_graph" for node in nodes)
+
+
+def _reuses_gradients(nodes: Iterable[ast.AST]) -> bool:
+    return any(
+        (isinstance(node, ast.keyword) and node.arg in ("set_to_none", "gradient_as_bucket_view"))
+        or (isinstance(node, ast.Call) and last_name(node.func) == "zero_grad" and bool(node.args))
+        for node in nodes
+    )
 
 
 class _Turns(ast.NodeTransformer):

@@ -23,6 +23,7 @@ from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.nested.texts_of_start import are_alike, is_gone
 from holdfast.adapters.zero_lines.reach.loader_places import has_place
 from holdfast.adapters.zero_lines.reach.look import Look
+from holdfast.adapters.zero_lines.reach.memory import spans_of
 from holdfast.adapters.zero_lines.reach.plain_values import MAX_ELEMENTS, has_set, is_plain
 from holdfast.checkpoint.device.accelerator import name_of
 from holdfast.checkpoint.entries import carried_tensors, living_gradients
@@ -67,6 +68,7 @@ class NestedState(Doubts):
         self.generators: dict[str, Generator] = {}
         self.rehearsed = self.loses_gradients = False
         self._made_before: dict[str, int] = {}
+        self._cleared: frozenset[int] = frozenset()
         self._noted = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
             "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {}, "data": {}, "who": self.who,
@@ -86,6 +88,7 @@ class NestedState(Doubts):
             cleared: parameters whose gradients every step surely clears before it reads them.
         """
         *_, inner = entries
+        self._cleared = cleared
         names = inner.names()
         items = inner.items
         assert items is not None
@@ -221,8 +224,10 @@ class NestedState(Doubts):
         return ""
 
     def _why_not_beside(self, name: str, entry: Entry, names: Mapping[str, Any]) -> str:
-        """Returns why tensors cannot be carried beside those of other names, of which a restart makes others; empty if they can."""
+        """Returns why tensors cannot be carried beside those of other names and of what is kept, of which a restart makes others; empty if they can."""
         mine = _storages(names[name])
+        if mine and entry.began.get(name) is not names[name] and mine & self._memory_kept(name, names):
+            return f"{name!r} lives from one turn to the next, and shares memory with an object that is kept by itself"
         for other in entry.site.lives:
             both = names.get(other), names[name]
             if other == name or both[0] is both[1] or not {name, other} & self._nest.written:
@@ -233,6 +238,22 @@ class NestedState(Doubts):
                     f"{name!r} and {other!r} live from one turn to the next, share memory, and may be written in place"
                 )
         return ""
+
+    def _memory_kept(self, name: str, names: Mapping[str, Any]) -> set[int]:
+        """Returns where the tensors of the kept objects lie, and gradients that later ones may be written to.
+
+        A tensor that is kept by itself, as data is, counts only where it may be written, by its own names or by the one that is asked for.
+        """
+        lives_on = self._nest.reuses_gradients or not {*map(id, self.stepped)} <= self._cleared
+        found: set[int] = set()
+        parts = [part for thing in self.objects for part in (thing if isinstance(thing, list) else [thing])]
+        for part in (each for thing in parts for each in (thing.values() if type(thing) is dict else [thing])):
+            if isinstance(part, torch.Tensor):
+                its = {other for other, value in names.items() if value is part}
+                if its and not {name, *its} & self._nest.written:
+                    continue
+            found |= {first for first, end in spans_of(part, gradients=lives_on) if first < end}
+        return found
 
     def _named(self, parameter: torch.Tensor) -> str:
         """Returns what a module calls a parameter."""

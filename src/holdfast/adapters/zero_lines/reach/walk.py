@@ -30,6 +30,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -799,6 +800,10 @@ class Walk:
             if (buffer := part._buffers.get(key)) is not None:
                 self.found.fixed[f"{path}.{key}"] = token_of_tensor(buffer)
         self._hooks(path, part, _MODULE_HOOKS)
+        for hook, state in vars(part).get("_comm_hooks", ()) if isinstance(part, DistributedDataParallel) else ():
+            is_torchs = type(hook) is types.FunctionType and hook.__module__.startswith("torch.")
+            kept = [*([] if is_torchs else [hook]), *([] if isinstance(state, dist.ProcessGroup) else [state])]
+            self._each(f"the communication hook of {path}", enumerate(kept), asks=ALL)
         self.foreign(f"the class of {path}", type(part))
         own = _MODULE_KEYS | names_of_wrappers(type(part))
         shown = {key: value for key, value in vars(part).items() if key not in own and not key.startswith(_OF_TORCH)}
