@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -159,6 +160,49 @@ def test_one_process_may_hold_it_twice_and_gives_it_back_once(tmp_path: Path) ->
     second.run_lock.release()
     assert (tmp_path / "root" / "run.lock").read_bytes() == b"", "nobody is named who is not there"
     assert not refused_elsewhere(tmp_path / "root")
+
+
+def test_what_a_handler_raises_keeps_no_lock_from_its_own_process(tmp_path: Path) -> None:
+    """At each moment of taking it and giving it back."""
+    left = 0
+
+    def look(_: FrameType, event: str, __: object) -> None:
+        nonlocal left
+        left -= event != "c_call"  # no handler comes between a call and what it calls
+        if left == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handle(*_: object) -> None:
+        raise SystemExit
+
+    def strike(moment: int) -> bool:
+        nonlocal left
+        first, left = run_lock.RunLock(tmp_path), moment
+        with suppress(SystemExit):
+            sys.setprofile(look)
+            first.take("run")
+            first.release()
+            sys.setprofile(None)
+        sys.setprofile(None)
+        first.release()
+        return left > 0
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        for moment in range(1, 1000):
+            if strike(moment):
+                break
+            second = run_lock.RunLock(tmp_path)
+            try:
+                second.take("run", timeout_s=0.0)
+            except InUse:
+                pytest.fail(f"moment {moment}")
+            second.release()
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    assert 20 < moment < 999
 
 
 def test_a_file_that_has_the_locks_number_is_neither_emptied_nor_closed(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class _Held:
 
 # A process has a lock once, however many of its parts work on the root: (device, inode) -> lock.
 _held: dict[tuple[int, int], _Held] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()  # a signal's handler may close another Checkpointer in between
 # struct flock of 64-bit Linux: type, whence, start, length (0: to the end), pid (0 for the lock of an open file).
 _FLOCK = struct.pack("@hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
@@ -121,10 +121,12 @@ class RunLock:
             held.users -= 1
             if held.users == 0:
                 del _held[key]
-                if held.own.is_ours():  # a script may have closed it, and opened a file of its own under the number
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(held.own.number, 0)  # while it is ours: nobody is to be named by mistake
-                held.own.close()
+                try:
+                    if held.own.is_ours():  # a script may have closed it, and opened a file of its own under the number
+                        with contextlib.suppress(OSError):
+                            os.ftruncate(held.own.number, 0)  # while it is ours: nobody is to be named by mistake
+                finally:  # what a signal's handler raises here would keep this process out for as long as it lives
+                    held.own.close()
 
     def _try(self, run_id: str) -> bool:
         with _guard:
@@ -152,6 +154,7 @@ class RunLock:
                 os.close(fd)
                 return False
             _name_ourselves(fd, run_id)
+            held = _Held(OwnDescriptor.of(fd))
         except OSError as error:
             pass_on(error)
             os.close(fd)
@@ -163,7 +166,7 @@ class RunLock:
             os.close(fd)
             raise
         self._key = key
-        _held[key] = _Held(OwnDescriptor.of(fd))
+        _held[key] = held
         _let_children_go()
         return True
 
