@@ -88,6 +88,7 @@ def test_what_goes_into_the_training_is_found(before: str, body: str, text: str)
         ("", "for old in sorted(glob.glob('*.pt'))[:-3]: os.remove(old)"),
         ("", "if not os.path.exists('out'): os.makedirs('out')"),
         ("since = time.time()", "if step > 60: sys.exit(0)\nprint(time.time() - since)"),
+        ("since, meter_group = time.time(), {}", "meter_group.update(seconds=time.time() - since)"),
     ],
 )  # fmt: skip
 def test_what_is_only_told_or_logged_is_not(before: str, body: str) -> None:

@@ -688,7 +688,7 @@ class _Flow:
             own = frame.control
         elif (
             name.startswith("clip_grad")
-            or (name == "update" and ("group" in path or _root(path) in frame.rates))
+            or (name == "update" and _sets_rates(node) and ("group" in path or _root(path) in frame.rates))
             or (
                 name.endswith("_")
                 and name[:1] != "_"
@@ -773,6 +773,11 @@ def _before(scope: ast.AST, loop: ast.AST) -> Iterator[ast.stmt]:
 def _may_be_own(whole: str) -> bool:
     """Tell whether a function of this whole name may be one of the script's own modules."""
     return bool(whole) and whole.partition(".")[0] not in _LIBRARIES
+
+
+def _sets_rates(call: ast.Call) -> bool:
+    """Tell whether `update` may set a hyperparameter: by its name, or by what the text does not tell."""
+    return bool(call.args) or any(word.arg is None or word.arg in _RATES for word in call.keywords)
 
 
 def _leaves(node: ast.If) -> bool:
