@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.checkpoint.entries import living_gradients
+from holdfast.checkpoint.entries import living_gradients, zeroed_gradients
 from holdfast.checkpoint.entries.gradients_part import GradientsPart
 from holdfast.checkpoint.entries.zeroed_gradients import FULL_FIRST, IN_TURN, ZeroedGradients
 from holdfast.checkpoint.state.training_state import State
@@ -98,6 +98,18 @@ def test_what_lives_between_the_ends_is_found(rows: list[int], behind: Callable[
     script.goes_on(FULL_FIRST + 3)
     script.steps(*rows)
     behind(script)
+    assert script.reports()
+
+
+def test_until_the_first_looks_have_found_zero_all_is_read() -> None:
+    """One write makes both ends zero, and leaves numbers between."""
+    script = Script()
+    script.goes_on(FULL_FIRST - 1)
+    script.steps(0, MIDDLE, ROWS - 1)
+    script.words.layer.zero_grad(set_to_none=False)
+    grad = script.words.table.weight.grad
+    assert grad is not None
+    grad.mul_((torch.arange(ROWS) == MIDDLE).float()[:, None])
     assert script.reports()
 
 
@@ -207,15 +219,19 @@ def test_a_gradient_that_another_thread_takes_away_is_there_while_it_is_read(
     parameter.grad = torch.zeros(4096)
     held = weakref.ref(parameter.grad)
 
-    def take_away(*_: object) -> bool:
+    def take_away(*_: object) -> tuple[bool, bool]:
         parameter.grad = None
         there.append(held() is not None)
-        return True
+        return True, True
 
-    monkeypatch.setattr(living_gradients, "same_memory", take_away)
     if ends:
-        ZeroedGradients()._is_zero_at_its_ends(parameter)
+        found = ZeroedGradients()
+        found._proven[id(parameter)] = FULL_FIRST
+        monkeypatch.setattr(zeroed_gradients._Ends, "are_zero", take_away)
+        found.used((id(p), p, p.grad, 0) for p in [parameter] if p.grad is not None)
     else:
+        monkeypatch.setattr(living_gradients, "same_memory", take_away)
         living_gradients.is_zero(parameter)
-    assert there == [True, True]
+    assert there
+    assert all(there)
     assert held() is None

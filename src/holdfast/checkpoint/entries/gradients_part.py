@@ -133,15 +133,15 @@ class GradientsPart(TransientPart):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._is_quick:
             parameters = parameters[:: -(-len(parameters) // SAMPLE)]
-        used = {id(p): _seen(grad) for p in parameters if (grad := p.grad) is not None}
-        self._zeroed.used(parameters)
-        for parameter in parameters:
-            if (seen := used.get(key := id(parameter))) is None:
-                continue
+        grads = [(id(p), p, grad) for p in parameters if (grad := p.grad) is not None]
+        used = {key: _seen(grad) for key, _, grad in grads}
+        self._zeroed.used((key, parameter, grad, used[key][0]) for key, parameter, grad in grads)
+        for key, parameter, _ in grads:
             before = self._used.get(key)
-            (self._stays.add if before is None or before[0] == seen[0] else self._stays.discard)(key)
+            stayed = before is not None and before[0] == used[key][0]
+            (self._stays.add if before is None or stayed else self._stays.discard)(key)
             if before is not None and key not in self._uncleared and self._looks.get(key, 0) < LOOKS:
-                self._ask(parameter, stayed=before[0] == seen[0])
+                self._ask(parameter, stayed=stayed)
         self._used.update(used)
         self._sample.update((id(p), p) for p in parameters)
         self._stepped.add(id(optimizer))
@@ -177,13 +177,19 @@ class GradientsPart(TransientPart):
         absent: list[str] = []
         held = any(map(fsdp1.units_of, self._modules()))  # it loses what is put back, zeros too: that is told
         parameters = self._parameters()
-        lives = {key: grad for key, p in parameters.items() if (grad := p.grad) is not None and self._lives(key, p)}
-        named = {key: grad for key, grad in lives.items() if key in self._names and not held}
+        grads = {key: grad for key, p in parameters.items() if (grad := p.grad) is not None}
+        looks = {key: (living_gradients.number_of(grad), _count(grad)) for key, grad in grads.items()}
+        lives = {key for key, look in looks.items() if key in self._uncleared or self._used.get(key) != look}
+        named = () if held else lives & self._names.keys()
         cleared = self._zeroed.found(
-            {key: (parameters[key], self._is_written_once(key, grad)) for key, grad in named.items()}
+            [
+                (key, p, grads[key], looks[key][0], self._is_next(key, looks[key]))
+                for key, p in parameters.items()
+                if key in named
+            ]
         )
         for number, (key, parameter) in enumerate(parameters.items()):
-            grad, name = parameter.grad, self._names.get(key)
+            grad, name = grads.get(key), self._names.get(key)
             if key in cleared and name is not None:
                 zero.append(name)
             elif grad is not None and key in lives:
@@ -210,15 +216,10 @@ class GradientsPart(TransientPart):
         """Return whether the next step reads the gradient of a parameter."""
         return (grad := parameter.grad) is not None and (key in self._uncleared or not _is(grad, self._used.get(key)))
 
-    def _is_written_once(self, key: int, grad: torch.Tensor) -> bool:
+    def _is_next(self, key: int, look: _Seen) -> bool:
         """Return whether torch counts one write to a gradient since the step that used it."""
-        seen, now = self._used.get(key), _count(grad)
-        return (
-            seen is not None
-            and seen[0] == living_gradients.number_of(grad)
-            and isinstance(seen[1], int)
-            and now == seen[1] + 1
-        )
+        number, count = self._used.get(key, (0, None))
+        return number == look[0] != 0 and isinstance(count, int) and look[1] == count + 1
 
     def fits(self, most: int) -> bool:
         """Return whether a note can have what lives: at most so many bytes, in host memory, and not lost."""

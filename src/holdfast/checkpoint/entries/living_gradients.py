@@ -204,12 +204,6 @@ def is_zero(parameter: torch.Tensor) -> bool:
     return same_memory(address, _ZEROS, head) and same_memory(address + head, address, num_bytes - head)
 
 
-def zero_ends(address: int, num_bytes: int) -> tuple[bool, bool]:
-    """Return whether the first, and whether the last 2,048 bytes of memory are all zero."""
-    end = min(num_bytes, len(_ZEROS) // 2)
-    return same_memory(address, _ZEROS, end), same_memory(address + num_bytes - end, _ZEROS, end)
-
-
 def host_memory(parameter: torch.Tensor, grad: torch.Tensor) -> tuple[int, int] | None:
     """Returns address and bytes of a gradient that could be that of `put_zero`; None for one that is not, or not in host memory.
 

@@ -10,7 +10,8 @@ report reads the two ends, and all of each in turn. That is enough where all of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,6 +20,8 @@ from holdfast.checkpoint.entries import living_gradients
 FULL_FIRST = 3
 # One of so many reports reads all of a gradient.
 IN_TURN = 64
+Held = tuple[int, torch.Tensor, torch.Tensor, int]
+"""A parameter's id, the parameter, its gradient, which is held while it is read, and the number by which that is known; 0: it has none."""
 
 
 class ZeroedGradients:
@@ -27,63 +30,61 @@ class ZeroedGradients:
     def __init__(self) -> None:
         self._reports = 0
         self._proven: dict[int, int] = {}  # by a parameter's id: how many looks in a row found its gradient zero
-        # By a parameter's id: the number of its gradient as it was seen last, and where that lies.
-        self._seen: dict[int, tuple[int, tuple[int, int]]] = {}
+        # By a parameter's id: the number of its gradient as it was seen last, where that lies, and how its ends are read.
+        self._seen: dict[int, tuple[int, tuple[int, int], _Ends]] = {}
         self._had_numbers: set[int] = set()  # ids of parameters of which both ends were not zero when a step used them
 
-    def used(self, parameters: Sequence[torch.Tensor]) -> None:
-        """A step of an optimizer has used the gradients of these."""
-        for parameter in parameters:
-            key = id(parameter)
+    def used(self, grads: Iterable[Held]) -> None:
+        """A step of an optimizer has used these gradients."""
+        for key, parameter, grad, number in grads:
             if self._proven.get(key, 0) >= FULL_FIRST:
-                had = not any(self._zero_ends(parameter) or (True,))
+                ends = self._ends(key, parameter, grad, number)
+                had = ends is not None and not any(ends.are_zero())
                 (self._had_numbers.add if had else self._had_numbers.discard)(key)
 
-    def found(self, candidates: Mapping[int, tuple[torch.Tensor, bool]]) -> set[int]:
-        """Returns the ids of the parameters whose gradient is zero, of those that have one.
+    def found(self, candidates: Sequence[tuple[int, torch.Tensor, torch.Tensor, int, bool]]) -> set[int]:
+        """Returns the ids of the parameters whose gradient is zero.
 
         Args:
-            candidates: by `id`, a parameter, and whether torch counts one write to its gradient since the step that used it.
+            candidates: of each what `Held` says, and whether torch counts one write to its gradient since the step that used it.
         """
         self._reports += 1
-        at_its_ends = {
-            key
-            for number, (key, (_, once)) in enumerate(candidates.items())
-            if once
-            and key in self._had_numbers
-            and self._proven.get(key, 0) >= FULL_FIRST
-            and (self._reports + number) % IN_TURN
-        }
-        looks = (
-            self._is_zero_at_its_ends(p) if key in at_its_ends else living_gradients.is_zero(p)
-            for key, (p, _) in candidates.items()
-        )
-        zero = {key for key, is_zero in zip(candidates, looks, strict=True) if is_zero}
+        zero, in_part = set[int](), dict[int, torch.Tensor]()
+        for turn, (key, parameter, grad, number, is_next) in enumerate(candidates, self._reports):
+            if is_next and turn % IN_TURN and key in self._had_numbers and self._proven.get(key, 0) >= FULL_FIRST:
+                ends = self._ends(key, parameter, grad, number)
+                if ends is not None and all(ends.are_zero()):
+                    zero.add(key)
+                    in_part[key] = parameter
+            elif living_gradients.is_zero(parameter):
+                zero.add(key)
         if len(zero) < len(candidates):  # something lives, so more may
-            zero -= {key for key in at_its_ends & zero if not living_gradients.is_zero(candidates[key][0])}
+            zero -= {key for key, parameter in in_part.items() if not living_gradients.is_zero(parameter)}
         self._proven = {key: self._proven.get(key, 0) + 1 for key in zero}
         return zero
 
-    def _is_zero_at_its_ends(self, parameter: torch.Tensor) -> bool:
-        return all(self._zero_ends(parameter) or (False,))
+    def _ends(self, key: int, parameter: torch.Tensor, grad: torch.Tensor, number: int) -> _Ends | None:
+        """Returns the ends of a gradient in host memory; of one that is as it was seen last, without asking for all that it is."""
+        seen = self._seen.get(key)
+        if seen and seen[0] == number and (grad.data_ptr(), grad.nbytes) == seen[1] and grad.is_contiguous():
+            return seen[2]
+        if (found := living_gradients.host_memory(parameter, grad)) is None:
+            return None
+        ends = _Ends(*found)
+        if number and type(grad) is torch.Tensor:
+            self._seen[key] = number, found, ends
+        return ends
 
-    def _zero_ends(self, parameter: torch.Tensor) -> tuple[bool, bool] | None:
-        """Returns the same of a gradient in host memory, which is held while it is read: another thread may take it from the parameter."""
-        grad = parameter.grad
-        memory = self._memory(parameter, grad) if grad is not None else None
-        return living_gradients.zero_ends(*memory) if memory is not None else None
 
-    def _memory(self, parameter: torch.Tensor, grad: torch.Tensor) -> tuple[int, int] | None:
-        """Returns address and bytes of a gradient in host memory; of one that is as it was seen last, without asking for all that it is."""
-        seen = self._seen.get(id(parameter))
-        if (
-            seen
-            and seen[0] == living_gradients.number_of(grad)
-            and (grad.data_ptr(), grad.nbytes) == seen[1]
-            and grad.is_contiguous()
-        ):
-            return seen[1]
-        found = living_gradients.host_memory(parameter, grad)
-        if found is not None and type(grad) is torch.Tensor and (number := living_gradients.number_of(grad)):
-            self._seen[id(parameter)] = number, found
-        return found
+class _Ends:
+    """The first and the last 2,048 bytes of memory, which whoever reads them holds. A call of C for each would take most of the time."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        size = min(num_bytes, 2048)
+        kind = ctypes.c_char * size
+        self._first, self._last = kind.from_address(address), kind.from_address(address + num_bytes - size)
+        self._zeros = bytes(size)
+
+    def are_zero(self) -> tuple[bool, bool]:
+        """Return whether each is zero now."""
+        return self._first.raw == self._zeros, self._last.raw == self._zeros
