@@ -24,7 +24,7 @@ class Leaving:
 
     @property
     def left(self) -> tuple[Step, ...]:
-        """What is still to be done, and nobody is at it: neither another thread, nor this one that a handler interrupted."""
+        """Return what is still to be done, if nobody is at it: neither another thread, nor this one that a handler interrupted."""
         return () if self._is_going else tuple(self._steps)
 
     def go_on(self) -> None:
