@@ -268,7 +268,7 @@ class SaveHandle:
 
 
 def _ask_s(deadline: float) -> float:
-    """How long a keeper may take to answer a wait that ends then."""
+    """Return how long a keeper may take to answer a wait that ends then."""
     return min(ASK_TIMEOUT_S, max(LAST_ASK_S, deadline - time.monotonic()))
 
 
