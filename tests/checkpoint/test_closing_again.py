@@ -13,16 +13,20 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.autograd import grad_mode
 from torch.utils import _contextlib
 
 from holdfast.base.errors import LevelNotReached
+from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
+from holdfast.checkpoint.pipeline import bubbles
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.tiers.storage import run_lock
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
-from kit.strikes import Strike, called
+from kit.schedules import schedule_of
+from kit.strikes import Strike, called, strikes
 
 # Threads and locks of the standard library may keep what is raised there, msgspec what is raised where it asks for a type; torch may
 # stay in the mode that it was about to leave.
@@ -155,3 +159,27 @@ def test_nothing_is_saved_of_a_restore_that_failed_and_was_interrupted_behind_th
     checkpointer.close()
     assert not checkpointer._storage.versions()
     assert not run_lock._held
+
+
+def test_a_pipeline_is_put_back_though_a_handler_breaks_that_off() -> None:
+    """At each moment; the second call goes on, and closes no descriptor twice."""
+    schedule = schedule_of(nn.Identity())
+    before, seam = {name: vars(each).copy() for name, each in _parts(schedule)}, bubbles._seams()
+    waits, files = getattr(seam, bubbles._SEAM), _ours()[1]
+    for moment, strike in enumerate(strikes(_raises, counts=lambda _, event: event in ("call", "return"))):
+        watcher = bubbles.Bubbles(schedule, Events())
+        watcher.attach()
+        with suppress(Alarm), strike:
+            watcher.detach()
+        watcher.detach()
+        assert {name: vars(each) for name, each in _parts(schedule)} == before, moment
+        assert getattr(seam, bubbles._SEAM) is waits
+        assert _ours()[1] == files
+    assert moment > 10
+
+
+def _parts(schedule: Any) -> list[tuple[str, Any]]:
+    return [
+        ("schedule", schedule),
+        *((f"stage {number}", stage) for number, stage in enumerate(bubbles.stages_of(schedule))),
+    ]
