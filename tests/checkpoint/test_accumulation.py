@@ -1035,3 +1035,25 @@ def test_a_copy_of_a_gradient_that_was_used_up_lives(make: Make) -> None:
     gradients.note()
     assert [parameter is model.bias for parameter, _ in gradients._living.values()] == [True]
     checkpointer.abandon()
+
+
+@pytest.mark.parametrize("clear", ["never", "second", "behind", "before"])
+@pytest.mark.parametrize("ends", [(2, 3), (2, 3, 5), (2, 4, 5)])
+def test_what_a_version_lacked_is_told_also_by_those_that_were_saved_before_it_was_known(
+    make: Make, caplog: pytest.LogCaptureFixture, ends: tuple[int, ...], clear: str
+) -> None:
+    """The first one lacks what a step has used; what was added up behind it lives in the next one, without that."""
+    whole = Loop(turns=2, clear=clear).run(0, 12)
+    begin = 0
+    for end in (*ends, 12):
+        assert "does not clear" not in caplog.text
+        checkpointer = (again := Loop(turns=2, clear=clear)).kept(make)
+        found = checkpointer.last_restore.version
+        assert (found.step + 1 if found is not None else 0) == begin
+        ended = again.run(begin, end, checkpointer)
+        checkpointer._run.last.wait("captured", 60)
+        checkpointer.abandon()
+        begin = end
+    is_equal = clear in ("behind", "before")
+    assert all(map(torch.equal, ended, whole)) == is_equal
+    assert caplog.text.count("does not clear the gradient of") == (not is_equal)

@@ -30,7 +30,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class GradientsPart(TransientPart):
         self._reached: set[int] = set()
         self._asked: set[int] = set()
         self._is_back = self._is_told = False  # a version was restored; it was told that it lacks such a gradient
-        self._brought: set[int] = set()  # ids of parameters whose gradient it had
+        self._brought: set[int] = set()  # ids of parameters whose gradient it had, and that lacked nothing itself
         self._sample: dict[int, torch.Tensor] = {}  # by id: those looked at since the last report
         self._stepped: set[int] = set()  # optimizers since the last report, by id
         self._reports = self._plain = 0
@@ -260,6 +260,15 @@ class GradientsPart(TransientPart):
         in_buckets = any(isinstance(each, DistributedDataParallel) and each.gradient_as_bucket_view for each in parts)
         return living_gradients.why_not([parameter for parameter, _ in self._living.values()], in_buckets=in_buckets)
 
+    def _lacking(self, living: Mapping[str, torch.Tensor]) -> list[str]:
+        """Returns the numbers of those that a restored version lacked, as long as nobody knows whether the script clears them.
+
+        What a step had used may be missing in what was added up since. Whoever restores that, and finds it out, has to tell.
+        """
+        if not self._is_back or self._is_told:
+            return []
+        return [number for number, parameter in living.items() if id(parameter) not in self._brought]
+
     @property
     def _are_apart(self) -> bool:
         """Return whether the last backward pass was one of `no_sync`, and DDP notes which parameters have been used since the last reduction."""
@@ -280,6 +289,7 @@ class GradientsPart(TransientPart):
                 self._names[key] for key in self._uncleared & self._names.keys()
             )
             kept = {"uncleared": uncleared, "zero": self._zero, "apart": bool(living) and self._are_apart}
+            kept["lacking"] = self._lacking(living)
             out.transient(self.name, {"of": of, "gradients": living_gradients.as_saved(living), **kept})
 
     def plan(self, loading: Loading) -> None:
@@ -316,7 +326,8 @@ class GradientsPart(TransientPart):
             living_gradients.clear(parameter)
         living = saved.get("gradients", {})
         living_gradients.put(list(self._parameters().values()), living)
-        self._brought = {key for number, key in enumerate(self._parameters()) if str(number) in living}
+        whole = living.keys() - set(saved.get("lacking", ()))
+        self._brought = {key for number, key in enumerate(self._parameters()) if str(number) in whole}
         all_but, names = saved.get("zero") or (False, [])
         named = set(names)
         for key, parameter in self._parameters().items():
