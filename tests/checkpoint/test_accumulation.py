@@ -850,6 +850,31 @@ def test_of_each_parameter_it_is_looked_whether_the_script_clears_what_it_used()
     assert [*part._living] == ["3"]
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(("way", "lives"), [("second", True), ("zero", False), ("none", False), ("hand", False)])
+def test_what_a_second_step_reads_though_no_backward_pass_has_come_to_it_lives(
+    way: str, *, lives: bool, clips: bool
+) -> None:
+    """A part of a model that each second batch uses; and a copy in another precision, whose gradient is written by hand."""
+    often, seldom = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([often, seldom], lr=0.1, momentum=0.9)
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list)
+    by_hand = torch.ones(3)
+    for number in range(7):
+        if way != "second" or number % 2 == 0:
+            optimizer.zero_grad(set_to_none=way != "zero")
+        used = often if number % 2 or way == "hand" else often + seldom
+        used.sum().backward()
+        if way == "hand":
+            seldom.grad = by_hand
+        if clips:
+            torch.nn.utils.clip_grad_norm_([often, seldom], 0.5)
+        optimizer.step()
+        part.stepped(optimizer)
+        part.note()
+    assert ("1" in part._living) == lives
+
+
 @pytest.mark.parametrize(("way", "lives"), [("data", False), ("half", True)])
 def test_what_is_written_before_the_next_backward_pass_is_cleared_only_if_it_is_zero(way: str, lives: bool) -> None:
     """`p.grad.data.zero_()` is no write that torch counts, and `p.grad.mul_(0.5)` is one that clears nothing."""
