@@ -109,7 +109,7 @@ def test_until_the_first_looks_have_found_zero_all_is_read() -> None:
     script.words.layer.zero_grad(set_to_none=False)
     grad = script.words.table.weight.grad
     assert grad is not None
-    grad.mul_((torch.arange(ROWS) == MIDDLE).float()[:, None])
+    grad.masked_fill_((torch.arange(ROWS) != MIDDLE)[:, None], 0.0)
     assert script.reports()
 
 
