@@ -232,6 +232,10 @@ NONE = {
         f"    x, y = data[:]\n    x = x + row.sum()\n    {STEP}\n    net.seen += 1\n"),
         "'row' lives from one turn to the next, and shares memory with",
     ),
+    "weights that are no copy": (
+        f"best = None\nfor step in range(9):\n    x, y = data[:]\n    {STEP}\n    if step in (0, 2): best = net.state_dict()\nnet.load_state_dict(best)\n",
+        "'best' lives from one turn to the next, and shares memory with the parameter",
+    ),
     "attribute of the model": (f"for step in range(9):\n    x, y = data[:]\n    {STEP}\n    net.seen = [torch.ones(step + 1)]\n", "net.seen"),
 }  # fmt: skip
 

@@ -62,6 +62,8 @@ _UNSURE, _UNREHEARSED = "nobody can be sure what", "the first steps are not rehe
 # What is only written to.
 _WRITERS = ("a writer,", "a DictWriter,", "a SummaryWriter,")
 _CHANGED = re.compile(r"(['\"])(.+?)\1(?: \(line \d+\))? (?:changes in|came to be in|is taken away in|becomes )")
+# What a line would make a copy of.
+_ALIAS = re.compile(r"'(\w+)' lives from one turn to the next, and shares memory with")
 _NAMES = ("ckpt", "keeper", "holdfast_ckpt")
 _FIRST = ("first", "first_turn", "holdfast_first")
 
@@ -178,6 +180,8 @@ def propose(frame: FrameType | None, optimizer: Optimizer, root: str, reason: st
     if any(words in reason for words in _BEYOND) or (unsure and not told):
         raise NoLines(reason)
     proposal = found.lines(optimizer)
+    if (alias := _ALIAS.match(reason)) and found.carries(alias[1]):
+        raise NoLines(reason)
     path = _CHANGED.match(reason)
     if path is not None and not found.carries(re.sub(r"^(the length of )?(\w+\(\)'*\.)?", "", path[2])):
         raise NoLines(f"{path[2]!r} changes in the loop, and is nothing that a line could carry")
