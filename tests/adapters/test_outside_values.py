@@ -52,6 +52,10 @@ def watched(nest: Nest) -> list[str]:
         ("since = time.time()", "if time.time() - since > 60:\n    torch.save(model.state_dict(), 'last.pt')\n    sys.exit(0)", "time.time()"),
         ("since = time.time()\ndef check():\n    if time.time() - since > 60: exit()", "check()", "time.time()"),
         ("since = time.time()", "optimizer.param_groups[0].update(lr=0.1 / (time.time() - since))", "time.time()"),
+        ("", "g = optimizer.param_groups[0]\ng.update({'lr': 0.1 / time.time()})", "time.time()"),
+        ("", "[g.update(lr=0.1 / time.time()) for g in optimizer.param_groups]", "time.time()"),
+        ("since = time.time()", "time.time() - since > 60 and sys.exit()", "time.time()"),
+        ("since = time.time()", "if time.time() - since > 60: os.kill(os.getpid(), 15)", "time.time()"),
         ("", "torch.manual_seed(int(datetime.datetime.now().timestamp()))", "datetime.datetime.now()"),
         ("", "random.seed()", "random.seed()"),
         ("", "random.seed(hash(name))", "hash(name)"),
@@ -88,6 +92,8 @@ def test_what_goes_into_the_training_is_found(before: str, body: str, text: str)
         ("", "for old in sorted(glob.glob('*.pt'))[:-3]: os.remove(old)"),
         ("", "if not os.path.exists('out'): os.makedirs('out')"),
         ("since = time.time()", "if step > 60: sys.exit(0)\nprint(time.time() - since)"),
+        ("row = {}", "row.update({'lr': 0.1, 'at': time.time()})\nlate = row and time.time()\nprint(late)"),
+        ("since, meter_group = time.time(), {}", "meter_group.update(seconds=time.time() - since)"),
     ],
 )  # fmt: skip
 def test_what_is_only_told_or_logged_is_not(before: str, body: str) -> None:

@@ -20,6 +20,10 @@ HEAD = "import numpy as np, torch, torch.distributed as dist\nimport torch.nn as
         "flat = a.view(-1)\nflat += 1", "row = a[0]\npart = row[1:]\npart.zero_()", "for t in (a, b): t.copy_(t + 1)", "[t.add_(1) for t in (a,)]",
         "(t := a).add_(1)", "with torch.no_grad(), held(a) as t: t.zero_()", "match a:\n    case t: t.zero_()", "held = {'a': a}\nheld['a'].add_(1)",
         "bump(a)", "(lambda t: t.add_(1))(a)", "self.bump(x=a)", "model(x, a)", "rows.append(a)", "self.a = a", "held['a'], n = a, 1",
+        "F.embedding(b, a, max_norm=1.0)", "F.batch_norm(b, a, c, training=model.training)", "np.add(a.numpy(), 1, a.numpy())", "np.exp(a, a)",
+        "np.random.shuffle(a.numpy())", "a.numpy().fill(0)", "np.nan_to_num(a, copy=False)", "a.__iadd__(1)", "torch.ops.mine.bump(a)",
+        "torch.utils.checkpoint.checkpoint(bump, a)", "from torch.utils.checkpoint import checkpoint\ncheckpoint(bump, a)",
+        "def f(t=a):\n    t.add_(1)", "def f():\n    return a\nf().add_(1)", "class S:\n    t = a\nS.t.add_(1)", "b = a\nglobals()['b'].add_(1)",
     ],
 )  # fmt: skip
 def test_a_name_that_may_be_written_is_told(text: str) -> None:

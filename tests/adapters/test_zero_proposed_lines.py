@@ -93,24 +93,6 @@ for step in range(16):
     die(step)
 print('END', step, eps)
 """
-EARLY = f"""
-loader = DataLoader(data, batch_size=4, shuffle=True)
-best, bad, best_state = 1e9, 0, None
-for epoch in range(1, 9):
-    for x, y in loader:
-        {STEP}
-    die(epoch)
-    with torch.no_grad():
-        value = F.cross_entropy(net(data.tensors[0]), data.tensors[1]).item()
-    if value < best - 0.005:
-        best, bad, best_state = value, 0, copy.deepcopy(net.state_dict())
-    else:
-        bad += 1
-        if bad >= 2:
-            break
-net.load_state_dict(best_state)
-print('END', best, epoch)
-"""
 ATTRIBUTES = f"""
 class Trainer:
     def __init__(self):
@@ -202,7 +184,6 @@ KEPT = {
     "nanoGPT": (BY_TEXT, "7"),
     "nanoGPT, behind the last step": (BY_TEXT, "11"),
     "replay buffer": (REPLAY, "9"),
-    "early stopping with the best state": (EARLY, "4"),
     "attributes and a loop that sets one": (ATTRIBUTES, "2"),
     "evaluates before it trains": (EVALUATES_FIRST, "c"),
     "behind the last epoch": (EVALUATES_FIRST, "d"),

@@ -6,9 +6,11 @@ an accelerator: that nothing is wrong rests on what is looked at.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from textwrap import indent
 
-from adapters.zero_zoo import STEP, Case
+from adapters.zero_zoo import KEPT, STEP, Case
 
 PACKAGE = """
 import torch
@@ -69,7 +71,7 @@ CASES: dict[str, Case] = {
         scale="(1 + rows())",
     ),
     "lines of a log that is read back": Case(
-        "a file, is written in the loop and then read",
+        "a file, is written before the loop and in it, and read",
         pre=LOG,
         step=f"{WRITES}\nrows = len(open(path).readlines())\n{STEP}",
         scale="rows",
@@ -163,6 +165,59 @@ CASES: dict[str, Case] = {
     ),
     "gradient of the step before": Case(
         pre="last = torch.zeros(4)", body="last = model[0].bias.grad", scale="(1 + last.sum())", shown="last"
+    ),
+    "gradient of the step before, cleared to none": Case(
+        pre="last = torch.zeros(4)",
+        step=STEP.replace("zero_grad()", "zero_grad(set_to_none=True)"),
+        body="last = model[0].bias.grad",
+        scale="(1 + last.sum())",
+        shown="last",
+    ),
+    "names that a function keeps by locals()": Case(
+        "may keep what locals() returns" if sys.version_info < (3, 13) else KEPT,
+        whole=f"""
+def main(rate=1.0):
+    settings = locals()
+    for step in range(10):
+        sys.stderr.write(f"made {{step}}\\n")
+        {indent(STEP.replace("{scale}", "len(settings)"), 8 * " ").strip()}
+        die(step)
+    print("END", len(settings), [p.tolist() for p in model.parameters()])
+main()
+""",
+    ),
+    "names that a caller keeps by vars()": Case(
+        "may keep what locals() returns" if sys.version_info < (3, 13) else KEPT,
+        whole=f"""
+def train():
+    for step in range(10):
+        sys.stderr.write(f"made {{step}}\\n")
+        {indent(STEP.replace("{scale}", "1"), 8 * " ").strip()}
+        die(step)
+def main(rate=1.0):
+    settings = vars()
+    train()
+    print("END", len(settings), [p.tolist() for p in model.parameters()])
+main()
+""",
+    ),
+    "names of a function that are copied": Case(
+        whole=f"""
+def main(rate=1.0):
+    settings, told = dict(locals()), f"{{locals()}}" + "{{rate}}".format(**locals())
+    for step in range(10):
+        sys.stderr.write(f"made {{step}}\\n")
+        {indent(STEP.replace("{scale}", "len(settings)"), 8 * " ").strip()}
+        die(step)
+    print("END", len(settings), told, [p.tolist() for p in model.parameters()])
+main()
+""",
+    ),
+    "hook of DDP around one of the script's": Case(
+        pre=DDP
+        + "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper\ndef made():\n    n = [1.0]\n"
+        "    def hook(state, bucket):\n        n[0] += 1\n        done = torch.futures.Future()\n        done.set_result(bucket.buffer() * n[0])\n"
+        "        return done\n    return hook\nmodel.register_comm_hook(None, fp16_compress_wrapper(made()))",
     ),
     "hook of DDP that compresses": Case(
         "'the communication hook of model[0]', a PowerSGDState",

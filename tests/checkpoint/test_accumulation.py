@@ -850,6 +850,31 @@ def test_of_each_parameter_it_is_looked_whether_the_script_clears_what_it_used()
     assert [*part._living] == ["3"]
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(("way", "lives"), [("second", True), ("zero", False), ("none", False), ("hand", False)])
+def test_what_a_second_step_reads_though_no_backward_pass_has_come_to_it_lives(
+    way: str, *, lives: bool, clips: bool
+) -> None:
+    """A part of a model that each second batch uses; and a copy in another precision, whose gradient is written by hand."""
+    often, seldom = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([often, seldom], lr=0.1, momentum=0.9)
+    part = gradients_part.GradientsPart("gradients", lambda: [optimizer], list)
+    by_hand = torch.ones(3)
+    for number in range(7):
+        if way != "second" or number % 2 == 0:
+            optimizer.zero_grad(set_to_none=way != "zero")
+        used = often if number % 2 or way == "hand" else often + seldom
+        used.sum().backward()
+        if way == "hand":
+            seldom.grad = by_hand
+        if clips:
+            torch.nn.utils.clip_grad_norm_([often, seldom], 0.5)
+        optimizer.step()
+        part.stepped(optimizer)
+        part.note()
+    assert ("1" in part._living) == lives
+
+
 @pytest.mark.parametrize(("way", "lives"), [("data", False), ("half", True)])
 def test_what_is_written_before_the_next_backward_pass_is_cleared_only_if_it_is_zero(way: str, lives: bool) -> None:
     """`p.grad.data.zero_()` is no write that torch counts, and `p.grad.mul_(0.5)` is one that clears nothing."""
@@ -1010,3 +1035,25 @@ def test_a_copy_of_a_gradient_that_was_used_up_lives(make: Make) -> None:
     gradients.note()
     assert [parameter is model.bias for parameter, _ in gradients._living.values()] == [True]
     checkpointer.abandon()
+
+
+@pytest.mark.parametrize("clear", ["never", "second", "behind", "before"])
+@pytest.mark.parametrize("ends", [(2, 3), (2, 3, 5), (2, 4, 5)])
+def test_what_a_version_lacked_is_told_also_by_those_that_were_saved_before_it_was_known(
+    make: Make, caplog: pytest.LogCaptureFixture, ends: tuple[int, ...], clear: str
+) -> None:
+    """The first one lacks what a step has used; what was added up behind it lives in the next one, without that."""
+    whole = Loop(turns=2, clear=clear).run(0, 12)
+    begin = 0
+    for end in (*ends, 12):
+        assert "does not clear" not in caplog.text
+        checkpointer = (again := Loop(turns=2, clear=clear)).kept(make)
+        found = checkpointer.last_restore.version
+        assert (found.step + 1 if found is not None else 0) == begin
+        ended = again.run(begin, end, checkpointer)
+        checkpointer._run.last.wait("captured", 60)
+        checkpointer.abandon()
+        begin = end
+    is_equal = clear in ("behind", "before")
+    assert all(map(torch.equal, ended, whole)) == is_equal
+    assert caplog.text.count("does not clear the gradient of") == (not is_equal)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import runpy
 from pathlib import Path
 
 import pytest
+
+from holdfast.checkpoint.usage.name_flow import keeps_names
 
 # One look is made early, the others at the first steps and at powers of two.
 SCRIPT = """
@@ -37,5 +40,37 @@ def test_settings_that_a_function_keeps_of_its_own_names_stay(tmp_path: Path, ru
     script.write_text(text.replace("RUNTIME", repr(str(runtime_dir))))
     found = runpy.run_path(str(script), run_name="__main__")["found"]
     assert {"rate": 0.1, "steps": 10}.items() <= found.items()
-    if held == "locals()":  # another name for it is not known, and what it holds grows as by asking again
-        assert json.dumps(found)
+    assert json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "held = locals()",
+        "log(locals())",
+        "return vars()",
+        "rows = locals().items()",
+        "for name in locals(): pass",
+        "held = {1: vars()}",
+    ],
+)
+def test_what_may_keep_the_names_of_a_function_is_seen(line: str) -> None:
+    assert keeps_names(of(line)) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "held = dict(locals())", "held = locals().copy()", "held = {k: v for k, v in locals().items()}", "'{a}'.format(**locals())",
+        "print(locals(), f'{vars()}')", "a = locals()['a']", "b = 'a' in locals()", "held = {**locals()}", "'%(a)s' % vars()", "held = vars(args)",
+        "rows = sorted(locals().keys())", "locals()", "def f(): return locals()", "names = locals",
+    ],
+)  # fmt: skip
+def test_what_reads_the_names_of_a_function_at_once_keeps_none(line: str) -> None:
+    assert keeps_names(of(line)) == 0
+
+
+def of(line: str) -> ast.FunctionDef:
+    function = ast.parse(f"def f(a):\n    {line}").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return function

@@ -7,6 +7,7 @@ the constructor and to DCP itself, which calls us from whatever thread it likes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from holdfast.adapters.dcp.items import Contents
 from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.base.events import Events
+from holdfast.checkpoint.checkpointer.leaving import Leaving
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job, RestoreRequest, assemble
 from holdfast.checkpoint.job.keeper_link import KeeperLink, Origin
@@ -47,6 +49,8 @@ class DcpJob:
         self.storage = open_storage(root, self.events, encryption=KeySource.of(config))
         self.group = collectives.ranks()
         self.contents = Contents()
+        self.closed = False
+        self._leaving = Leaving()
         self.loaded: Version | None = None
         self._table: tuple[BundleRef, ...] = ()
         self.link = KeeperLink(root, config, rank=self.group.rank, events=self.events, on_appointment=lambda _: None)
@@ -68,7 +72,6 @@ class DcpJob:
         self._last_step: int = newest
         self._resumed = False
         self._newest: Version | None = None  # that was saved here
-        self.closed = False
 
     def _newest_step(self) -> bytes:
         """Return the newest step of all versions in storage; those of memory only belong to older incarnations and are
@@ -148,8 +151,7 @@ class DcpJob:
 
     def close(self) -> None:
         """Leaves; the keeper finishes what is under way."""
-        if not self.closed:
-            self._leave(finished=True)
+        self._leave(finished=True)
 
     def void(self) -> None:
         """The job broke off: what a device has not copied by now is given up. From any thread; does not wait."""
@@ -158,13 +160,17 @@ class DcpJob:
 
     def abandon(self) -> None:
         """Leaves without a word about the future, so that another process can be this rank."""
-        if not self.closed:
-            self._leave(finished=False)
+        self._leave(finished=False)
 
     interrupted = abandon
 
     def _leave(self, *, finished: bool) -> None:
-        self.closed = True
+        if not self.closed:
+            leaving = Leaving(functools.partial(self._let_go, finished=finished), self.storage.run_lock.release)
+            self._leaving, self.closed = leaving, True  # no call between: a handler finds both or none
+        self._leaving.go_on()
+
+    def _let_go(self, *, finished: bool) -> None:
         quiet = True
         if hasattr(self, "saver"):
             if finished:
@@ -172,7 +178,6 @@ class DcpJob:
             quiet = self.saver.close()
         if quiet:  # else the keeper must not give our slots away before this process has ended
             self.link.close(finished=finished)
-        self.storage.run_lock.release()
 
 
 def number_in(name: str) -> int | None:

@@ -52,7 +52,7 @@ _SEEDS = {
 }
 # What surely is no module of the script's.
 _LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
-_EXITS = {"sys.exit", "os._exit"}
+_EXITS = {"sys.exit", "os._exit", "os.abort", "os.kill", "signal.raise_signal"}
 _RATES = {"lr", "momentum", "weight_decay", "betas", "eps", "dampening", "alpha", "max_norm"}
 _QUIET = {"print", "isinstance", "type", "repr", "hasattr", "callable", "super"}
 # What is called before a loop to give something to a name; what other functions return there is not followed.
@@ -524,13 +524,8 @@ class _Flow:
             return self._loaded(node, frame)
         if isinstance(node, ast.Tuple | ast.List | ast.Dict):
             return self._parts(node, frame)
-        if isinstance(node, ast.IfExp):
-            test = _plain(self._eval(node.test, frame))
-            control = frame.control
-            frame.control = control | test
-            found = _merged(self._eval(node.body, frame), self._eval(node.orelse, frame))
-            frame.control = control
-            return _merged(found, {"": test} if test else {})
+        if isinstance(node, ast.IfExp | ast.BoolOp):
+            return self._choice(node, frame)
         if isinstance(node, ast.NamedExpr):
             value = self._eval(node.value, frame)
             self._assign(node.target, value, frame)
@@ -546,6 +541,21 @@ class _Flow:
                 if isinstance(node, ast.BinOp):
                     held |= self._number(part)
         return {"": held} if held else {}
+
+    def _choice(self, node: ast.IfExp | ast.BoolOp, frame: _Frame) -> _Value:
+        """Returns what `a if b else c` or `late and sys.exit()` holds; a part runs, or not, by what stands before it."""
+        control, held = frame.control, _NONE
+        found: _Value = {}
+        if isinstance(node, ast.BoolOp):
+            for part in node.values:
+                held |= _plain(self._eval(part, frame))
+                frame.control = control | held
+        else:
+            held = _plain(self._eval(node.test, frame))
+            frame.control = control | held
+            found = _merged(self._eval(node.body, frame), self._eval(node.orelse, frame))
+        frame.control = control
+        return _merged(found, {"": held} if held else {})
 
     def _parts(self, node: ast.Tuple | ast.List | ast.Dict, frame: _Frame) -> _Value:
         rows: list[tuple[str, ast.expr]] = (
@@ -627,6 +637,8 @@ class _Flow:
         words = {word.arg or "**": self._eval(word.value, frame) for word in node.keywords}
         passed = _NONE.union(*(_plain(value) for value in (*given, *words.values())))
         self._judge(node, name, whole, passed, frame)
+        if name == "update" and isinstance(node.func, ast.Attribute):
+            self._sink(self._rates_set(node, given, words, frame), node)
         if whole in _TOLD or (whole in ("random.seed", "torch.seed") and not node.args):
             return self._asked(node, node)
         if whole in _OF_FILES or (
@@ -686,17 +698,23 @@ class _Flow:
                 own |= frozenset({Source(ast.unparse(node), node.lineno, False, node)})
         elif name == "load_state_dict" or self._is_exit(node):
             own = frame.control
-        elif (
-            name.startswith("clip_grad")
-            or (name == "update" and ("group" in path or _root(path) in frame.rates))
-            or (
-                name.endswith("_")
-                and name[:1] != "_"
-                and (path.endswith((".data", ".grad")) or _root(path) in frame.rates)
-            )
+        elif name.startswith("clip_grad") or (
+            name.endswith("_") and name[:1] != "_" and (path.endswith((".data", ".grad")) or _root(path) in frame.rates)
         ):
             own = passed
         self._sink(own, node)
+
+    def _rates_set(self, node: ast.Call, given: Sequence[_Value], words: dict[str, _Value], frame: _Frame) -> _Sources:
+        """Returns where the hyperparameters come from that an `update` sets: those of its text, and of a group whatever it is given."""
+        assert isinstance(node.func, ast.Attribute)
+        path = _path(node.func.value)
+        own = _NONE.union(*(_all(words[name]) for name in _RATES & words.keys()))
+        own |= _NONE.union(
+            *(_all(_part(value, f"[{name!r}]")) for value in given for name in _RATES if "" not in value)
+        )
+        if "group" in path or _root(path) in frame.rates:
+            own |= _NONE.union(*(_plain(value) for value in (*given, words.get("**", {}))))
+        return own
 
     def _methods_called(
         self, func: ast.Attribute, given: Sequence[_Value], words: dict[str, _Value], frame: _Frame

@@ -170,6 +170,8 @@ def propose(frame: FrameType | None, optimizer: Optimizer, root: str, reason: st
     place = _outermost(frame)
     if place is None:
         raise NoLines("its steps are made in no loop of the script")
+    if line := user_frames.keeps_names(place[0]):
+        raise NoLines(f"line {line} may keep what locals() returns, which a look at the loop would add names to")
     found = _Text(*place, root, optimizer)
     unsure = _UNSURE in reason and not any(kind in reason for kind in _WRITERS)
     told = unsure and _UNREHEARSED in reason and found.wrapped is not None

@@ -380,10 +380,11 @@ class Fence:
                     self._queue.device.stop()
             self._wake.notify_all()
             # A signal's handler may close while its thread holds this, and the copying thread needs it to end.
-            thread, self._thread = self._thread, None
+            thread = self._thread
             self._wake.wait_for(lambda: thread is None or self._has_ended or not thread.is_alive(), JOIN_TIMEOUT_S)
         if thread is not None and self._has_ended:
             thread.join(JOIN_TIMEOUT_S)
+        self._thread = None  # at the end: what a handler raises meanwhile leaves the wait to the next call
 
     def _before_step(self) -> None:
         if self._open is not None:
@@ -456,7 +457,10 @@ class Fence:
         left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
         expected_s = left_bytes / self._rate + (self._opening_s if job.opening is not None else 0.0)
         expected_s += job.device.num_bytes / self._device_rate if job.device is not None else 0.0
-        if not job.done.wait(max(0.0, expected_s) + self._timeout_s) and not job.stop(
+        limit_s, left_s = max(0.0, expected_s) + self._timeout_s, behind_s - (time.monotonic() - started)
+        if not ends and left_s < limit_s:  # who waits less than a step would ends no copy
+            job.done.wait(max(0.0, left_s))
+        elif not job.done.wait(limit_s) and not job.stop(
             f"the copy took longer than expected and {self._timeout_s:g} s more; the step goes on"
         ):
             job.done.wait(self._timeout_s)  # it is being checked, against tensors that the step would write

@@ -37,6 +37,7 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer import apart_notice
 from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
 from holdfast.checkpoint.checkpointer.closing import Closing
+from holdfast.checkpoint.checkpointer.leaving import Leaving
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of
 from holdfast.checkpoint.checkpointer.session import Fleeting, Run
 from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
@@ -53,7 +54,7 @@ from holdfast.checkpoint.pipeline import schedule_discovery
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.pipeline.step_trace import Recorder
 from holdfast.checkpoint.restore.restorer import Restorer, RestoreReport
-from holdfast.checkpoint.save.durable_tracker import DurableTracker, OnDurable
+from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker, OnDurable
 from holdfast.checkpoint.save.extra_places import ExtraPlaces
 from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_seconds, as_version, never
 from holdfast.checkpoint.save.save_schedule import Schedule, parse_cadence
@@ -164,6 +165,8 @@ class Checkpointer:
         self._closed = False
         self._close_lock = threading.RLock()
         self._close_failed = ""
+        self._leaving = Leaving()
+        self._copies_until_s = 0.0
         self.patience_s: float | None = None
         self._saving = 0  # the thread that saves now
         self._saves = threading.RLock()  # another thread's save waits for it; a signal's handler may save within one
@@ -229,6 +232,7 @@ class Checkpointer:
             return self._restore(asked)
 
     def _restore(self, asked: RestoreRequest) -> int:
+        self._leaving.go_on()  # of an earlier one that failed, and was interrupted then
         group = self._ranks()
         run = self._run
         if run is not None:
@@ -473,7 +477,7 @@ class Checkpointer:
         timeout_s = self._config.close_timeout_s if timeout_s is None else as_seconds(timeout_s)
         run.saver.settle(timeout_s)
         if run.saver.memory is not None:
-            run.link.wait_mended(timeout_s)
+            run.link.wait_mended(max(0.0, timeout_s - (time.monotonic() - began)))
 
         def meanwhile() -> None:
             if run.saver.memory is not None:
@@ -521,6 +525,9 @@ class Checkpointer:
     def close(self) -> None:
         """Makes the last step durable and leaves. Every rank calls it. Calling it again does nothing.
 
+        What a signal's handler raises while it leaves breaks it off there. The next call, or `abandon`, then goes on, and a next call
+        of `close` raises what the first one could not tell.
+
         A last step that was due is stored as it was. One that was not is saved here, and what no optimizer owns (random numbers,
         positions in the data, running means) is then what it is at this call; `save_last` behind the step leaves no time between.
 
@@ -542,17 +549,24 @@ class Checkpointer:
                 stays and keeps what it holds. Also in threads that waited while another one closed, and at once in a handler
                 that interrupted what that one needs (a save, a flush, an optimizer's step).
         """
-        if self._closed or self._is_forked:
+        is_again = self._closed
+        if self._is_forked or (is_again and not self._leaving.left):
             return
         # A callback does not wait: the thread that closes may be waiting for it.
         waits = self._run is None or not self._run.durables.is_telling
         is_within = self._is_within  # a signal's handler, which another thread that closes waits for
         if self._close_lock.acquire(blocking=waits and not is_within):
             try:
-                if self._close_failed:
-                    raise LevelNotReached(f"another thread closed: {self._close_failed}")
-                if not self._closed:
+                if not self._closed and not self._close_failed:
                     self._close_once()
+                    return
+                if self._closed:
+                    self._leaving.go_on()
+                else:  # it was interrupted before it left
+                    self._leave(finished=False)
+                if self._close_failed:
+                    whose = "close has failed before" if is_again else "another thread closed"
+                    raise LevelNotReached(f"{whose}: {self._close_failed}")
             finally:
                 self._close_lock.release()
         elif is_within and self._run is not None:
@@ -568,7 +582,7 @@ class Checkpointer:
         return run is not None and (run.durables.is_held or run.saver.fence.is_held)
 
     def _close_once(self) -> None:
-        finished, began = False, time.monotonic()
+        finished, began, broken_by = False, time.monotonic(), "an exception"
         try:
             if self._run is not None:
                 # The keeper has not heard of a save of another thread that goes on.
@@ -577,17 +591,19 @@ class Checkpointer:
                 finished = self._finish(self._run)
             else:
                 finished = True
+            broken_by = ""
         except BaseException as error:
-            self._close_failed = str(error) or type(error).__name__
-            if not isinstance(error, HoldfastError):  # which says itself what is not durable
-                self._unclosed.broken_off(type(error).__name__)
+            self._close_failed = broken_by  # until its text is there
+            broken_by = (
+                "" if isinstance(error, HoldfastError) else type(error).__name__
+            )  # which says itself what is not durable
+            self._close_failed = str(error) or broken_by
             raise
         finally:
-            copy_s = 0.0
             if finished:  # who was told to stop may be killed soon
                 left_s = 0.0 if self._signal.wanted else self._config.close_timeout_s - (time.monotonic() - began)
-                copy_s = max(MIN_COPY_S, left_s)
-            self._leave(finished=finished, copy_s=copy_s)
+                self._copies_until_s = time.monotonic() + max(MIN_COPY_S, left_s)
+            self._leave(finished=finished, broken_by=broken_by)
 
     def void(self) -> None:
         """The job broke off: what a device has not finished by now counts neither as saved nor as live. From any thread."""
@@ -597,25 +613,30 @@ class Checkpointer:
             run.saver.void()
 
     def abandon(self) -> None:
-        """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing."""
-        if not self._closed and not self._is_forked:
-            if self._run is not None:
-                self._run.survivor.leave()
-            self._leave(finished=False)
+        """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing.
+
+        Where a signal's handler broke it off, or `close` while that left, the next call goes on.
+        """
+        if self._is_forked:
+            return
+        if self._closed:
+            self._copies_until_s = 0.0
+            self._leaving.go_on()
+            return
+        if self._run is not None:
+            self._run.survivor.leave()
+        self._leave(finished=False)
 
     def interrupted(self) -> None:
         """The job broke off and this process stays: what was saved counts, the next call is `restore`."""
-        run, self._run = self._run, None
+        run, steps = self._run, self._leaving.left
         if run is not None:
-            run.survivor.leave()
-            run.lower.close()
-            quiet = run.saver.close()
-            run.durables.close(join_s=1.0)
-            run.recorder.watch(None)
-            if quiet:  # else the keeper must not give our slots away before this process has ended
-                run.link.close(finished=False)
-            self._storage.run_lock.release()
-        self.bubbles = schedule_discovery.let_go(self.bubbles)
+            of_run = functools.partial(self._leave_run, run, finished=False, join_s=1.0)
+            watch = functools.partial(run.recorder.watch, None)
+            steps = (*steps, run.survivor.leave, of_run, watch, self._storage.run_lock.release)
+        leaving = Leaving(*steps, self._let_bubbles_go)
+        self._leaving, self._run = leaving, None  # no call between: a handler finds both or none
+        leaving.go_on()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -665,6 +686,8 @@ class Checkpointer:
         so what they captured is found again.
         """
         older = asked.version is None and not asked.fresh and open_checkpointers.wish.take_older()
+        of_run = (run.survivor.close, run.durables.close, run.saver.close) if run is not None else ()
+        leaving = Leaving(*of_run, functools.partial(link.close, finished=False), self._storage.run_lock.release)
         try:
             try:
                 return self._load(run, state, link, asked, older=older, live=not older)
@@ -675,14 +698,9 @@ class Checkpointer:
                 logger.warning("the restore begins anew, with the next keeper: %s", error)
                 return self._load(run, state, link, asked, older=older, live=False)
         except BaseException:
-            # The objects may hold a mixture now; nothing of it must ever be saved.
-            if run is not None:
-                run.survivor.close()
-                run.durables.close()
-                run.saver.close()
-            link.close(finished=False)
-            self._storage.run_lock.release()
-            self._run = None
+            # The objects may hold a mixture now; nothing of it must ever be saved, whatever interrupts this.
+            self._leaving, self._run = leaving, None
+            leaving.go_on()
             raise
 
     def _new_run(
@@ -978,26 +996,37 @@ class Checkpointer:
             linger_s=self._config.linger_s,
         )
 
-    def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
-        self._closed = True
-        self._unclosed.end()
+    def _leave(self, *, finished: bool, broken_by: str = "") -> None:
+        run, steps = self._run, self._leaving.left
+        if broken_by:
+            steps = (*steps, functools.partial(self._unclosed.broken_off, broken_by))
+        steps = (*steps, self._unclosed.end)
         if self._proof is not None:
-            self._proof.end()
-        self._signal.remove()
+            steps = (*steps, self._proof.end)
+        steps = (*steps, self._signal.remove)
         if self.bubbles is not None:
-            self.bubbles.detach()
-        if self._run is not None:
-            self._run.survivor.close()
-            self._run.lower.close()
-            quiet = self._run.saver.close()
-            self._run.durables.close(copy_s)
-            if quiet:  # else the keeper must not give our slots away before this process has ended
-                self._run.link.close(finished=finished)
-            self._run.recorder.close()
-        self._storage.run_lock.release()
-        # Held by the loop alone, the workers of a loader end with it and not with the garbage collector.
+            steps = (*steps, self.bubbles.detach)
+        if run is not None:
+            of_run = functools.partial(self._leave_run, run, finished=finished, join_s=JOIN_TIMEOUT_S)
+            steps = (*steps, run.survivor.close, of_run, run.recorder.close)
+        leaving = Leaving(*steps, self._storage.run_lock.release, self._drop_loaders)
+        self._leaving, self._closed = leaving, True  # no call between: a handler finds both or none
+        leaving.go_on()
+
+    def _leave_run(self, run: Run, *, finished: bool, join_s: float) -> None:
+        run.lower.close()
+        quiet = run.saver.close()
+        run.durables.close(max(0.0, self._copies_until_s - time.monotonic()), join_s=join_s)
+        if quiet:  # else the keeper must not give our slots away before this process has ended
+            run.link.close(finished=finished)
+
+    def _drop_loaders(self) -> None:
+        """Held by the loop alone, the workers of a loader end with it and not with the garbage collector."""
         for name in [name for name, value in self._objects.items() if is_plain(value)]:
             del self._objects[name]
+
+    def _let_bubbles_go(self) -> None:
+        self.bubbles = schedule_discovery.let_go(self.bubbles)
 
     def _propose(self, run: Run, proposals: Sequence[Proposal]) -> None:
         try:

@@ -72,7 +72,6 @@ class StopSignal:
         """
         self._is_over = True
         if self._installed and threading.current_thread() is threading.main_thread():
-            self._installed = False
             before = self._before if self._before is not None else signal.SIG_DFL
             if (self.arrived or self._passed_on) and before == signal.SIG_DFL:
                 # Ignored, not handled: the interpreter's end gives handlers up and would leave the default.
@@ -84,6 +83,7 @@ class StopSignal:
                 if _owner_of(newer._before) is self:
                     newer._before = before
                 newer = _owner_of(newer._before)
+            self._installed = False  # at the end: what a handler raises in between leaves the rest to the next call
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_on_its_way_out = self.arrived and self._before == signal.SIG_DFL

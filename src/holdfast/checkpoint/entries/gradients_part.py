@@ -17,7 +17,8 @@ is saved then. What a backward pass behind the step gives to parameters outside 
 
 A script may also never clear what was used, or not at each step, or not all of it. A gradient that is the same tensor at two optimizer steps
 is looked at behind this step and behind the next, when a backward pass begins to add to it: if it is not zero by then, it lives
-from there on. Of one on a device no number is looked at: it lives if nobody has written to it.
+from there on. So does one in host memory that the next step reads, not zero, though no backward pass has come to it meanwhile, if one
+came to it before: others a script may write by hand. Of one on a device no number is looked at: it lives if nobody has written to it.
 
 MUST NOT hold a gradient: its memory is the script's to free. MUST NOT refer to a tensor weakly either: torch then swaps no other one into
 its place, as a conversion of a model may do. So a gradient is known by a number that is an attribute of it.
@@ -29,7 +30,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,8 +97,11 @@ class GradientsPart(TransientPart):
         self._names: dict[int, str] = {}  # of parameters, by id
         self._looks: dict[int, int] = {}  # by a parameter's id: at whether the script clears what it used
         self._uncleared: set[int] = set()  # those of which it does not
+        # Those that a backward pass has come to; and of them those that none has come to since an optimizer's step.
+        self._reached: set[int] = set()
+        self._asked: set[int] = set()
         self._is_back = self._is_told = False  # a version was restored; it was told that it lacks such a gradient
-        self._brought: set[int] = set()  # ids of parameters whose gradient it had
+        self._brought: set[int] = set()  # ids of parameters whose gradient it had, and that lacked nothing itself
         self._sample: dict[int, torch.Tensor] = {}  # by id: those looked at since the last report
         self._stepped: set[int] = set()  # optimizers since the last report, by id
         self._reports = self._plain = 0
@@ -140,7 +144,13 @@ class GradientsPart(TransientPart):
             before = self._used.get(key)
             stayed = before is not None and before[0] == used[key][0]
             (self._stays.add if before is None or stayed else self._stays.discard)(key)
-            if before is not None and key not in self._uncleared and self._looks.get(key, 0) < LOOKS:
+            if before is None or key in self._uncleared:
+                continue
+            # No backward pass has come to it since the step and the report before.
+            is_unreached = key in self._asked or (key in self._reached and before == used[key])
+            if stayed and is_unreached and key not in self._sample:
+                self._look_again(parameter)
+            if key not in self._uncleared and self._looks.get(key, 0) < LOOKS:
                 self._ask(parameter, stayed=stayed)
         self._used.update(used)
         self._sample.update((id(p), p) for p in parameters)
@@ -250,6 +260,15 @@ class GradientsPart(TransientPart):
         in_buckets = any(isinstance(each, DistributedDataParallel) and each.gradient_as_bucket_view for each in parts)
         return living_gradients.why_not([parameter for parameter, _ in self._living.values()], in_buckets=in_buckets)
 
+    def _lacking(self, living: Mapping[str, torch.Tensor]) -> list[str]:
+        """Returns the numbers of those that a restored version lacked, as long as nobody knows whether the script clears them.
+
+        What a step had used may be missing in what was added up since. Whoever restores that, and finds it out, has to tell.
+        """
+        if not self._is_back or self._is_told:
+            return []
+        return [number for number, parameter in living.items() if id(parameter) not in self._brought]
+
     @property
     def _are_apart(self) -> bool:
         """Return whether the last backward pass was one of `no_sync`, and DDP notes which parameters have been used since the last reduction."""
@@ -270,6 +289,7 @@ class GradientsPart(TransientPart):
                 self._names[key] for key in self._uncleared & self._names.keys()
             )
             kept = {"uncleared": uncleared, "zero": self._zero, "apart": bool(living) and self._are_apart}
+            kept["lacking"] = self._lacking(living)
             out.transient(self.name, {"of": of, "gradients": living_gradients.as_saved(living), **kept})
 
     def plan(self, loading: Loading) -> None:
@@ -306,7 +326,8 @@ class GradientsPart(TransientPart):
             living_gradients.clear(parameter)
         living = saved.get("gradients", {})
         living_gradients.put(list(self._parameters().values()), living)
-        self._brought = {key for number, key in enumerate(self._parameters()) if str(number) in living}
+        whole = living.keys() - set(saved.get("lacking", ()))
+        self._brought = {key for number, key in enumerate(self._parameters()) if str(number) in whole}
         all_but, names = saved.get("zero") or (False, [])
         named = set(names)
         for key, parameter in self._parameters().items():
@@ -320,9 +341,13 @@ class GradientsPart(TransientPart):
         if not (stayed or looks) or not parameter.requires_grad:
             return
         self._looks[key] = looks + 1
+        if key in self._reached:
+            self._asked.add(key)
 
         def look(_: torch.Tensor) -> None:
             handle.remove()
+            self._reached.add(key)
+            self._asked.discard(key)
             if self._is_uncleared(parameter):
                 self._found_uncleared(key)
 
@@ -335,6 +360,19 @@ class GradientsPart(TransientPart):
         """Returns what a backward pass comes to: of a parameter that `fully_shard` cut, what stands for it meanwhile."""
         wholes = (living_gradients.unsharded(unit) for unit in self._units if isinstance(parameter, DTensor))
         return next((found[id(parameter)] for found in wholes if id(parameter) in found), parameter)
+
+    def _look_again(self, parameter: torch.Tensor) -> None:
+        """Looks at a gradient that a second step has read: it is zero if the script clears in place.
+
+        None on a device: a graph of it may have written that. Of one that is zero it is looked no more until a backward pass comes to it.
+        """
+        key, grad = id(parameter), parameter.grad
+        is_host = grad is not None and local_of(grad).is_cpu and living_gradients.may_be_zero(parameter, grad)
+        if is_host and not living_gradients.is_zero(parameter):
+            self._found_uncleared(key)
+        else:
+            self._reached.discard(key)
+            self._asked.discard(key)
 
     def _is_uncleared(self, parameter: torch.Tensor) -> bool:
         """Tell whether what a step used is there when the next backward pass adds to it. On a device no number is looked at."""

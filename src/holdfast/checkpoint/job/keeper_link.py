@@ -44,6 +44,8 @@ MAX_SKIPPED = 16
 JOIN_TIMEOUT_S = 30.0
 # How long one question to a silent keeper waits; it is asked again.
 ASK_S = 1.0
+# One that answers at all does so within this; less it is not given, however short a wait is.
+LEAST_ASK_S = 0.2
 # A keeper that is silent for so long is as good as none.
 SILENT_S = 10.0
 # Why a version that this rank had copied never becomes captured.
@@ -315,17 +317,17 @@ class KeeperLink:
         """Return whether a keeper is there, after an attempt to replace a dead one, also one that died this moment. One that a
         signal stopped is continued.
         """
-        client = self.client
-        if client is not None and not client.answers(ASK_S):
+        client, deadline = self.client, time.monotonic() + timeout_s
+        if client is not None and not client.answers(min(ASK_S, max(LEAST_ASK_S, timeout_s))):
             if client.wake() and self._asking is not None:
-                self._asking.join(ASK_S)  # it hears the answer
-            until = time.monotonic() + ASK_S
+                self._asking.join(max(0.0, min(ASK_S, deadline - time.monotonic())))  # it hears the answer
+            until = min(deadline, time.monotonic() + ASK_S)
             while client.alive and time.monotonic() < until:  # a keeper that is frozen stays
                 time.sleep(0.01)
         self.mend()
         thread = self._mending
         if thread is not None:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return self.client is not None
 
     def close(self, *, finished: bool) -> None:

@@ -137,19 +137,23 @@ class Bubbles:
             _attached.append(self)
 
     def detach(self) -> None:
-        """Puts everything back as it was, and lets a copy that waits for a turn go on."""
-        with _patching:
-            if self in _attached:
-                _attached.remove(self)
+        """Puts everything back as it was, and lets a copy that waits for a turn go on.
+
+        Called again it goes on where a signal's handler broke it off.
+        """
+        if self._restore:
+            with _patching:
+                if self in _attached:
+                    _attached.remove(self)
                 if not _attached:
                     _unpatch()
-        for undo in reversed(self._restore):
-            undo()
-        self._restore.clear()
+        while self._restore:
+            self._restore[-1]()
+            self._restore.pop()
         self._gate.hurry(True)
-        page, self._gate.page = self._gate.page, None
-        if page is not None:
-            page.close()
+        if self._gate.page is not None:
+            self._gate.page.close()
+            self._gate.page = None
 
     def page_fds(self) -> tuple[int, ...]:
         """Descriptors of the page that shows the waits to the keeper; () where there is none."""
@@ -173,7 +177,7 @@ class Bubbles:
             return
         had = name in vars(owner)
         setattr(owner, name, around(inner))
-        self._restore.append(lambda: setattr(owner, name, inner) if had else delattr(owner, name))
+        self._restore.append(lambda: setattr(owner, name, inner) if had else vars(owner).pop(name, None))
 
     def _step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(inner)
@@ -350,9 +354,11 @@ def _patch() -> None:
                 return
         inner(work)
 
+    wait.is_ours = True  # type: ignore[attr-defined]
     setattr(schedules, _SEAM, wait)
 
 
 def _unpatch() -> None:
     schedules = _seams()
-    setattr(schedules, _SEAM, getattr(schedules, _SEAM).__wrapped__)
+    if hasattr(seam := getattr(schedules, _SEAM), "is_ours"):
+        setattr(schedules, _SEAM, seam.__wrapped__)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -97,8 +96,9 @@ class DurableTracker:
         self._on_durable = on_durable
         self._further = further
         self._timeout_s = timeout_s
-        self._awaited: OrderedDict[Version, _Awaited] = OrderedDict()
-        self._failed: OrderedDict[Version, tuple[_Awaited, str]] = OrderedDict()
+        # No OrderedDict: who goes through one asks for hashes, and what a signal's handler raises in that becomes a KeyError.
+        self._awaited: dict[Version, _Awaited] = {}
+        self._failed: dict[Version, tuple[_Awaited, str]] = {}
         self._lock = threading.RLock()  # taken in one step of the interpreter, which no handler comes between
         self._changed = threading.Condition(self._lock)
         self._marking = threading.Lock()
@@ -291,7 +291,7 @@ class DurableTracker:
             if why:
                 self._failed[version] = item, why
                 while len(self._failed) > MAX_FAILED:
-                    self._failed.popitem(last=False)
+                    del self._failed[next(iter(self._failed))]
         self._tell(item, why)
         self._drop(item)
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 # Waits longer than this say that they wait, and on what.
 PROGRESS_S = 2.0
 ASK_TIMEOUT_S = 2.0
+# A keeper that answers at all does so within this. It is asked why a wait that is over was in vain.
+LAST_ASK_S = 0.2
 # How long a look into storage may take.
 LOOK_S = 5.0
 MAX_ALARMS = 3
@@ -114,23 +116,27 @@ class SaveHandle:
             return True, over
         return False, known.reason if known is not None else "nothing was announced yet"
 
-    def _over(self, client: KeeperClient) -> str:
+    def _over(self, client: KeeperClient, deadline: float = math.inf) -> str:
         """Returns why the version does not become durable any more. Who stood still must hear first what was said meanwhile."""
         if client.announced.superseded(self.version):
             try:
-                client.status(timeout_s=ASK_TIMEOUT_S)  # behind all that the keeper said before
+                client.status(timeout_s=_ask_s(deadline))  # behind all that the keeper said before
             except HoldfastError as error:
                 pass_on(error)
                 if client.alive:
                     client.announced.nothing_heard(self.version)
         return client.announced.superseded(self.version)
 
-    def _goes_on(self, client: KeeperClient, until: float) -> bool:
+    def _goes_on(self, client: KeeperClient, until: float, deadline: float) -> bool:
         """Tells whether the version may become durable though `client` named a reason, before `until`, why it does not."""
         if not client.alive:
             return True  # it may have died before it told
         known = client.announced.known(self.version)
-        return time.monotonic() < until and not (known is not None and known.abandoned) and not self._over(client)
+        return (
+            time.monotonic() < until
+            and not (known is not None and known.abandoned)
+            and not self._over(client, deadline)
+        )
 
     def _is_durable(self) -> bool:
         """Tells whether it is durable, by what was said last: storage keeps it when the connection to the keeper has ended."""
@@ -149,13 +155,14 @@ class SaveHandle:
 
         A look into storage that had less than LOOK_S is not the last one for this keeper.
         """
+        until = time.monotonic() + look_s
         if not self._asking.acquire(timeout=look_s):
             return
         try:
             client = self._link.client
             if client is self._asked or self.level is not Level.DURABLE or self._given_up or self._is_durable():
                 return
-            is_stored = self.is_stored(look_s)
+            is_stored = self.is_stored(max(0.0, until - time.monotonic()))
             if is_stored or look_s >= LOOK_S:
                 self._asked = client
             if not is_stored and client is not None:
@@ -229,7 +236,7 @@ class SaveHandle:
             try:
                 return client.announced.wait(self.version, wanted, max(0.0, until - time.monotonic()))
             except LevelNotReached as error:
-                if wanted is Level.DURABLE and time.monotonic() < deadline and self._goes_on(client, until):
+                if wanted is Level.DURABLE and time.monotonic() < deadline and self._goes_on(client, until, deadline):
                     continue
                 # Earlier than the end of this slice: the answer is final. So it is when all time is over.
                 if time.monotonic() < until or until >= deadline:
@@ -241,7 +248,7 @@ class SaveHandle:
                     remedy='ask for "durable", or set redundancy to replica or parity:K',
                 )
             working = client.announced.working(WRITING, self.version)
-            alarms, loudness = _alarms(client), logging.INFO
+            alarms, loudness = _alarms(client, deadline), logging.INFO
             if alarms == SILENT:
                 client.wake()
                 if time.monotonic() - said >= TELL_EVERY_S:
@@ -257,13 +264,19 @@ class SaveHandle:
         left_s = deadline - time.monotonic()
         if wanted is Level.DURABLE and left_s > 0 and self.is_stored(min(LOOK_S, left_s)):
             return Level.DURABLE
-        raise LevelNotReached(error.what + _alarms(client), where=error.where, remedy=error.remedy) from error
+        raise LevelNotReached(error.what + _alarms(client, deadline), where=error.where, remedy=error.remedy) from error
 
 
-def _alarms(client: KeeperClient) -> str:
+def _ask_s(deadline: float) -> float:
+    """Return how long a keeper may take to answer a wait that ends then."""
+    return min(ASK_TIMEOUT_S, max(LAST_ASK_S, deadline - time.monotonic()))
+
+
+def _alarms(client: KeeperClient, deadline: float) -> str:
     """Return what the keeper warns of now; it is most likely the reason. `SILENT`: it does not answer."""
     try:
-        return "".join(f"; {alarm['text']}" for alarm in client.status(timeout_s=ASK_TIMEOUT_S)["alarms"][:MAX_ALARMS])
+        alarms = client.status(timeout_s=_ask_s(deadline))["alarms"]
+        return "".join(f"; {alarm['text']}" for alarm in alarms[:MAX_ALARMS])
     except HoldfastError as error:
         pass_on(error)
         return SILENT if isinstance(error, KeeperLost) and client.alive else ""

@@ -96,7 +96,7 @@ class Survivor:
         self._noter = SnapshotWriter(page, job=job, rank=rank, world_size=world_size) if page is not None else None
         # The newest note, and events behind all that makes up its state; one value, as `void` comes from another thread.
         self._noted: tuple[Version | None, tuple[torch.Event, ...]] = (None, ())
-        self._is_void = False
+        self._is_void = self._is_over = False
         self._passed: Version | None = None  # what the devices had finished when the job broke off
         self._begun = 0
         self._unseen = False  # steps may have been made between the last two notes that nobody saw
@@ -166,7 +166,7 @@ class Survivor:
         The memory itself is not safe until the restore: whoever wraps the model before it (DDP sends its first rank's
         parameters to all) writes into it.
         """
-        if self._noter is None:
+        if self._noter is None or self._is_over:
             return
         why, late = self._why_not(), {}
         if not why and not accelerator.caught_up(self._still.owned.values(), CATCH_UP_S):
@@ -181,6 +181,9 @@ class Survivor:
                 why = f"the state cannot be copied: {error}"
         remains.job, remains.version = self._job, None if why else self._noted[0]
         remains.late, remains.why = {} if why else late, why
+        self._is_over = (
+            True  # no call between: of what is closed nothing is told any more, also if a handler breaks it off
+        )
         self.close()
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 # Words that read a clock: what comes from one is no state of the training.
 CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "datetime", "time_ns", "perf_counter_ns"}
+# Functions that keep nothing of a dict.
+_READERS = {"dict", "len", "list", "print", "repr", "set", "sorted", "str", "tuple"}
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
 _OWN_LOOP = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSION = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -72,6 +74,39 @@ def own(scope: Scope) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, Function | ast.Lambda | ast.ClassDef):
             waiting += ast.iter_child_nodes(node)
+
+
+def keeps_names(function: Function) -> int:
+    """Returns the line in which a function may keep what `locals()` gave, or hand it on; 0 if it only reads it there and then."""
+    calls = [node for node in own(function) if isinstance(node, ast.Call)]
+    read = {id(part) for node in own(function) for part in _read_at_once(node)}
+    read |= {id(call.func.value) for call in calls if isinstance(call.func, ast.Attribute) and _is_copy(call, read)}
+    scopes = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("locals", "vars")]
+    return next((call.lineno for call in scopes if not call.args and id(call) not in read), 0)
+
+
+def _read_at_once(node: ast.AST) -> Iterator[ast.AST | None]:
+    """Yields the values that a node keeps nothing of."""
+    if isinstance(node, ast.Subscript | ast.Expr | ast.FormattedValue):
+        yield node.value
+    elif isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id in _READERS:
+            yield from node.args
+        yield from (word.value for word in node.keywords if word.arg is None)
+    elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp):
+        yield node.generators[0].iter
+    elif isinstance(node, ast.Compare):
+        yield from node.comparators
+    elif isinstance(node, ast.Dict):
+        yield from (value for key, value in zip(node.keys, node.values, strict=True) if key is None)
+    elif isinstance(node, ast.BinOp):
+        yield node.right
+
+
+def _is_copy(node: ast.Call, read: set[int]) -> bool:
+    """Tell whether a method returns no part of the dict, or one that is read at once."""
+    method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    return method in ("copy", "get", "pop") or (method in ("items", "keys", "values") and id(node) in read)
 
 
 class Functions:

@@ -5,6 +5,7 @@ Code of the user's is what lies neither in an installed package nor in the stand
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import linecache
@@ -16,13 +17,14 @@ from types import FrameType
 from typing import Any
 
 from holdfast.base.installed import is_installed
+from holdfast.checkpoint.usage import name_flow
 
 # Our methods that look at who called them.
 _METHODS = {"step", "restore"}
 # References to a dict of names that its frame alone holds: the frame's, that of `own`, and the argument of the count.
 _UNHELD = 3
 # Whether all that ask for the names of a function are given the same dict.
-_IS_SHARED = sys.version_info < (3, 13)
+IS_SHARED = sys.version_info < (3, 13)
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
@@ -54,7 +56,7 @@ def text(frame: FrameType) -> str:
 
 def names(frame: FrameType) -> Mapping[str, Any]:
     """Returns what names mean in a frame: its own, and those of its file. Nothing where a look may change what the script holds."""
-    return {} if _may_hold_names(frame) else {**frame.f_globals, **own(frame)}
+    return {} if keeps_names(frame) else {**frame.f_globals, **own(frame)}
 
 
 def own(frame: FrameType) -> Mapping[str, Any]:
@@ -70,10 +72,18 @@ def own(frame: FrameType) -> Mapping[str, Any]:
     return found
 
 
-def _may_hold_names(frame: FrameType) -> bool:
-    """Tell whether a function may hold what `locals()` returned, which a look at its names would add names to."""
+def keeps_names(frame: FrameType) -> int:
+    """Returns the line in which a function may keep what `locals()` returned, which a look at its names would add names to; 0 if it does not."""
     code = frame.f_code
-    return _IS_SHARED and bool(code.co_flags & inspect.CO_OPTIMIZED) and "locals" in code.co_names
+    if not (IS_SHARED and code.co_flags & inspect.CO_OPTIMIZED and {"locals", "vars"} & {*code.co_names}):
+        return 0
+    try:
+        tree = ast.parse(text(frame))
+    except SyntaxError:
+        return code.co_firstlineno
+    found = [node for node in ast.walk(tree) if isinstance(node, name_flow.Function) and node.name == code.co_name]
+    lines = [name_flow.keeps_names(node) for node in found] or [code.co_firstlineno]  # a lambda
+    return max(lines)
 
 
 def _leads_to_caller(frame: FrameType) -> bool:

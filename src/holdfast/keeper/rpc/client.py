@@ -90,6 +90,7 @@ class KeeperClient(KeeperViewer):
         self._mapping = threading.RLock()  # guards both; several threads map them
         self._mapped = Changes()
         self._is_detached = False
+        self._left_over: tuple[Slot, ...] = ()  # to be unmapped
         self._preparing = threading.Lock()
 
     # --- coming together
@@ -327,7 +328,13 @@ class KeeperClient(KeeperViewer):
 
     def close(self) -> None:
         """Ends the connection and unmaps the slots. The keeper keeps what they hold."""
-        for slot in self.detach():
+        self._caller.close()
+        with self._mapping:
+            self._is_detached = True
+            # No call between: what a signal's handler raises leaves the rest to the next call.
+            self._left_over, self._slots = (*self._left_over, *self._slots.values()), {}
+        self._mapped.tell()
+        for slot in self._left_over:
             slot.close()
 
     def detach(self) -> tuple[Slot, ...]:

@@ -72,14 +72,18 @@ class WindowPage:
         _LAYOUT.pack_into(self._map, 0, MAGIC, 0, self._number, 0.0, self._period)
 
     def close(self) -> None:
-        """Lets go of both; whoever reads the page still sees a shut one that holds nothing back, and is woken for it."""
-        self._period = 0.0
-        self.shut()
-        os.eventfd_write(self._bell, 1)
-        self._map.close()
-        for fd in self.fds:
+        """Lets go of both; whoever reads the page still sees a shut one that holds nothing back, and is woken for it.
+
+        Called again it goes on where a signal's handler broke it off.
+        """
+        if not self._map.closed:
+            self._period = 0.0
+            self.shut()
+            os.eventfd_write(self._bell, 1)
+            self._map.close()
+        while self.fds:
+            fd, self.fds = self.fds[0], self.fds[1:]
             os.close(fd)
-        self.fds = ()
 
 
 def look(fd: int) -> Shown | None:

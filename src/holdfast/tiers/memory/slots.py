@@ -213,12 +213,13 @@ class Slot:
 
     def close(self) -> None:
         """Unmaps and closes. Views that others still hold keep the mapping (not the descriptor) until they go."""
-        if self.fd < 0:
-            return
-        os.close(self.fd)
-        self.fd = -1
-        if self._readonly >= 0:
-            os.close(self._readonly)
+        # Each number goes before it is closed: called again, as when a signal's handler raised here, nobody else's is closed.
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+        readonly, self._readonly = self._readonly, -1
+        if readonly >= 0:
+            os.close(readonly)
         try:
             self.view.release()
             self._map.close()

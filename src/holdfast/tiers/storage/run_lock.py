@@ -113,32 +113,36 @@ class RunLock:
 
     def release(self) -> None:
         """Gives the lock back, if it is ours and nobody else in this process uses it."""
-        key, self._key = self._key, None
         with _guard:
+            key = self._key
             held = _held.get(key) if key is not None else None
             if held is None or key is None:
                 return
-            held.users -= 1
-            if held.users == 0:
-                del _held[key]
-                try:
-                    if held.own.is_ours():  # a script may have closed it, and opened a file of its own under the number
-                        with contextlib.suppress(OSError):
-                            os.ftruncate(held.own.number, 0)  # while it is ours: nobody is to be named by mistake
-                finally:  # what a signal's handler raises here would keep this process out for as long as it lives
-                    held.own.close()
+            if held.users > 1:
+                held.users -= 1
+                self._key = None  # no call between: a handler finds both or none
+                return
+            try:
+                if held.own.is_ours():  # a script may have closed it, and opened a file of its own under the number
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(held.own.number, 0)  # while it is ours: nobody is to be named by mistake
+            finally:  # what a signal's handler raises here would keep others out for as long as this process lives
+                held.own.close()
+                del _held[key]  # behind it: called again this goes on
+                self._key = None
 
     def _try(self, run_id: str) -> bool:
         with _guard:
             key = _identity(self._path)
             held = _held.get(key) if key is not None else None
-            if held is not None:
+            if held is not None and held.own.is_ours():
                 held.users += 1
                 self._key = key
                 return True
-            return self._lock(run_id)
+            return self._lock(run_id, held.users if held is not None else 0)
 
-    def _lock(self, run_id: str) -> bool:
+    def _lock(self, run_id: str, users: int) -> bool:
+        """`users`: others of this process, whose descriptor is closed already."""
         try:
             fd = os.open(self._path, _FLAGS, 0o600)
         except OSError as error:
@@ -154,7 +158,7 @@ class RunLock:
                 os.close(fd)
                 return False
             _name_ourselves(fd, run_id)
-            held = _Held(OwnDescriptor.of(fd))
+            held = _Held(OwnDescriptor.of(fd), users + 1)
         except OSError as error:
             pass_on(error)
             os.close(fd)

@@ -40,7 +40,7 @@ from holdfast.adapters.zero_lines.files_read_back import FileWatch
 from holdfast.adapters.zero_lines.nested.nested_items import Items
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Looker, Untouched, is_function
 from holdfast.adapters.zero_lines.nested.nested_objects import collect
-from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
+from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site, kept_names
 from holdfast.adapters.zero_lines.nested.nested_state import (
     NestedState,
     differing,
@@ -66,6 +66,7 @@ from holdfast.checkpoint.entries import fsdp1, living_gradients
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.training_state import State
+from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.cleared_gradients import proven
 from holdfast.checkpoint.usage.replay_check import SelfCheck, why_not
 from holdfast.checkpoint.usage.user_frames import own
@@ -224,6 +225,8 @@ class KeptLoops:
     def _looked(self, site: Site, frame: FrameType) -> tuple[Kept | str, Looker | None, Entry | None]:
         if self._nest.outside:
             return self._nest.outside, None, None
+        if reason := _why_no_look(frame):
+            return reason, None, None
         main: dict[str, Any] = frame.f_globals
         mine = own(frame) if is_function(frame) else {}
         hidden = site.sets - set(site.lives)
@@ -759,6 +762,15 @@ def _close(checkpointer: Checkpointer) -> None:
         checkpointer.close()
     except LevelNotReached as error:
         say(f"the last step is not durable: {error}")
+
+
+def _why_no_look(frame: FrameType | None) -> str:
+    """Returns why the names of the functions that run cannot be looked at; empty if they can."""
+    while frame is not None:
+        if user_frames.is_users(frame) and (line := user_frames.keeps_names(frame)):
+            return kept_names(line)
+        frame = frame.f_back
+    return ""
 
 
 def _why_not_rehearsed(objects: dict[str, Any]) -> str:

@@ -37,7 +37,18 @@ from holdfast.adapters.zero_lines.script_text import (
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
 from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, last_name, names_of_start
-from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
+from holdfast.checkpoint.usage.name_flow import (
+    CLOCKS,
+    Function,
+    Functions,
+    Reader,
+    Scope,
+    keeps_names,
+    loaded,
+    own,
+    stored,
+)
+from holdfast.checkpoint.usage.user_frames import IS_SHARED
 
 # The number of the turn of what was a `while`.
 TURN = "__holdfast_turn__"
@@ -154,6 +165,9 @@ def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
     for loop in loops:
         if reason := _why_not(tree, loop):
             return reason
+    for node in ast.walk(tree) if IS_SHARED else ():
+        if isinstance(node, Function) and (line := keeps_names(node)) and calls.leads_to(node, loops):
+            return kept_names(line)
     known = Functions(tree)
     inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
     kept = [loop for loop in loops if isinstance(loop, ast.For)]
@@ -216,10 +230,24 @@ def _retains(nodes: Iterable[ast.AST]) -> bool:
 
 
 def _reuses_gradients(nodes: Iterable[ast.AST]) -> bool:
-    return any(
-        (isinstance(node, ast.keyword) and node.arg in ("set_to_none", "gradient_as_bucket_view"))
-        or (isinstance(node, ast.Call) and last_name(node.func) == "zero_grad" and bool(node.args))
-        for node in nodes
+    for node in nodes:
+        told: list[ast.expr] = []
+        if isinstance(node, ast.keyword) and node.arg == "gradient_as_bucket_view":
+            return True
+        if isinstance(node, ast.keyword) and node.arg == "set_to_none":
+            told = [node.value]
+        elif isinstance(node, ast.Call) and last_name(node.func) == "zero_grad":
+            told = node.args
+        if any(not (isinstance(each, ast.Constant) and each.value is True) for each in told):
+            return True
+    return False
+
+
+def kept_names(line: int) -> str:
+    """Returns why a script is not kept whose function keeps its own names."""
+    return (
+        f"line {line} may keep what locals() returns, which a look at the loop would add names to before Python 3.13: give it a copy, "
+        f"dict(locals())"
     )
 
 
@@ -369,6 +397,10 @@ class _Calls:
     def reaches(self, loop: ast.For | ast.While, other: ast.AST) -> bool:
         """Tell whether one loop runs inside of another."""
         return any(node is other for node in self.inside(loop))
+
+    def leads_to(self, function: Function, loops: Sequence[ast.AST]) -> bool:
+        """Tell whether a function has one of these loops, or runs it."""
+        return any(self.leads(statement, loops) for statement in function.body)
 
     def leads(self, statement: ast.stmt, to: Sequence[ast.AST]) -> bool:
         """Tell whether a statement runs one of these loops."""

@@ -69,6 +69,7 @@ class NestedState(Doubts):
         self.rehearsed = self.loses_gradients = False
         self._made_before: dict[str, int] = {}
         self._cleared: frozenset[int] = frozenset()
+        self._memory: list[tuple[Any, set[int]]] = []  # of the kept objects, for one look
         self._noted = {
             "range": [], "position": [], "starts": [], "rows": [], "gone": [], "carried": {}, "lost": [], "after": None,
             "unsure": "", "began": began, "number": -1, "entry": outermost.drawn, "randomness": {}, "data": {}, "who": self.who,
@@ -172,6 +173,7 @@ class NestedState(Doubts):
     def living(self, entry: Entry, names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Returns the names that live from turn to turn and can be carried, and those that may live and cannot be."""
         site = entry.site
+        self._memory.clear()
         carried: dict[str, Any] = {}
         lost: list[str] = []
         for name in site.lives:
@@ -197,6 +199,7 @@ class NestedState(Doubts):
                 )
             if is_plain(value) and (held := entry.changes.holds_identity(value)):
                 self.doubt(f"{name!r} is carried from one turn to the next, and {held}")
+        self._memory.clear()
         return carried, lost
 
     def _loop_name(self) -> str:
@@ -226,7 +229,7 @@ class NestedState(Doubts):
     def _why_not_beside(self, name: str, entry: Entry, names: Mapping[str, Any]) -> str:
         """Returns why tensors cannot be carried beside those of other names and of what is kept, of which a restart makes others; empty if they can."""
         mine = _storages(names[name])
-        if mine and entry.began.get(name) is not names[name] and mine & self._memory_kept(name, names):
+        if mine and entry.began.get(name) is not names[name] and self._is_kept_memory(mine, name, names):
             return f"{name!r} lives from one turn to the next, and shares memory with an object that is kept by itself"
         for other in entry.site.lives:
             both = names.get(other), names[name]
@@ -239,21 +242,23 @@ class NestedState(Doubts):
                 )
         return ""
 
-    def _memory_kept(self, name: str, names: Mapping[str, Any]) -> set[int]:
-        """Returns where the tensors of the kept objects lie, and gradients that later ones may be written to.
+    def _is_kept_memory(self, mine: set[int], name: str, names: Mapping[str, Any]) -> bool:
+        """Tell whether tensors of the kept objects lie there, or gradients that later ones may be written to.
 
         A tensor that is kept by itself, as data is, counts only where it may be written, by its own names or by the one that is asked for.
         """
-        lives_on = self._nest.reuses_gradients or not {*map(id, self.stepped)} <= self._cleared
-        found: set[int] = set()
-        parts = [part for thing in self.objects for part in (thing if isinstance(thing, list) else [thing])]
-        for part in (each for thing in parts for each in (thing.values() if type(thing) is dict else [thing])):
-            if isinstance(part, torch.Tensor):
-                its = {other for other, value in names.items() if value is part}
-                if its and not {name, *its} & self._nest.written:
-                    continue
-            found |= {first for first, end in spans_of(part, gradients=lives_on) if first < end}
-        return found
+        if not self._memory:
+            lives_on = self._nest.reuses_gradients or not {*map(id, self.stepped)} <= self._cleared
+            parts = [part for thing in self.objects for part in (thing if isinstance(thing, list) else [thing])]
+            for part in (each for thing in parts for each in (thing.values() if type(thing) is dict else [thing])):
+                spans = spans_of(part, gradients=lives_on)
+                self._memory.append((part, {first for first, end in spans if first < end}))
+        for part, memory in self._memory:
+            if mine & memory:
+                its = {other for other, value in names.items() if value is part} if torch.is_tensor(part) else set()
+                if not its or {name, *its} & self._nest.written:
+                    return True
+        return False
 
     def _named(self, parameter: torch.Tensor) -> str:
         """Returns what a module calls a parameter."""

@@ -138,6 +138,14 @@ _OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 _is_shared = functools.lru_cache(maxsize=256)(held_arrays.is_shared)
 
 
+def _none_of_torchs(hook: Any) -> list[Any]:
+    """Returns what a communication hook is that is none of torch's own; one of torch's may be made around it."""
+    if type(hook) is not types.FunctionType or not hook.__module__.startswith("torch."):
+        return [hook]
+    held = [cell.cell_contents for cell in hook.__closure__ or ()]
+    return [part for each in held for part in _none_of_torchs(each)]
+
+
 def workers_stay(_: DataLoader[Any]) -> str:
     """Returns why workers of a loader that stay cannot be taken up, where nobody looks at them."""
     return "its workers stay, with all that they keep"
@@ -801,8 +809,7 @@ class Walk:
                 self.found.fixed[f"{path}.{key}"] = token_of_tensor(buffer)
         self._hooks(path, part, _MODULE_HOOKS)
         for hook, state in vars(part).get("_comm_hooks", ()) if isinstance(part, DistributedDataParallel) else ():
-            is_torchs = type(hook) is types.FunctionType and hook.__module__.startswith("torch.")
-            kept = [*([] if is_torchs else [hook]), *([] if isinstance(state, dist.ProcessGroup) else [state])]
+            kept = [*_none_of_torchs(hook), *([] if isinstance(state, dist.ProcessGroup) else [state])]
             self._each(f"the communication hook of {path}", enumerate(kept), asks=ALL)
         self.foreign(f"the class of {path}", type(part))
         own = _MODULE_KEYS | names_of_wrappers(type(part))
