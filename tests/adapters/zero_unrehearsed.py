@@ -201,6 +201,11 @@ def main(rate=1.0):
 main()
 """,
     ),
+    "names that a generator keeps by locals()": Case(
+        "may keep what locals() returns" if sys.version_info < (3, 13) else KEPT,
+        pre="def items(n):\n    held = locals()\n    for step in range(n):\n        yield step\n    print(len(held))",
+        counts="items(10)",
+    ),
     "names of a function that are copied": Case(
         whole=f"""
 def main(rate=1.0):

@@ -52,6 +52,8 @@ def test_settings_that_a_function_keeps_of_its_own_names_stay(tmp_path: Path, ru
         "rows = locals().items()",
         "for name in locals(): pass",
         "held = {1: vars()}",
+        "held = sys._getframe().f_locals",
+        "held = inspect.getargvalues(frame)",
     ],
 )
 def test_what_may_keep_the_names_of_a_function_is_seen(line: str) -> None:
@@ -63,7 +65,7 @@ def test_what_may_keep_the_names_of_a_function_is_seen(line: str) -> None:
     [
         "held = dict(locals())", "held = locals().copy()", "held = {k: v for k, v in locals().items()}", "'{a}'.format(**locals())",
         "print(locals(), f'{vars()}')", "a = locals()['a']", "b = 'a' in locals()", "held = {**locals()}", "'%(a)s' % vars()", "held = vars(args)",
-        "rows = sorted(locals().keys())", "locals()", "def f(): return locals()", "names = locals",
+        "rows = sorted(locals().keys())", "locals()", "def f(): return locals()", "names = locals", "held = dict(frame.f_locals)", "n = frame.f_locals['a']",
     ],
 )  # fmt: skip
 def test_what_reads_the_names_of_a_function_at_once_keeps_none(line: str) -> None:

@@ -82,7 +82,10 @@ def keeps_names(function: Function) -> int:
     read = {id(part) for node in own(function) for part in _read_at_once(node)}
     read |= {id(call.func.value) for call in calls if isinstance(call.func, ast.Attribute) and _is_copy(call, read)}
     scopes = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("locals", "vars")]
-    return next((call.lineno for call in scopes if not call.args and id(call) not in read), 0)
+    kept: list[ast.expr] = [call for call in scopes if not call.args]
+    kept += [node for node in own(function) if isinstance(node, ast.Attribute) and node.attr == "f_locals"]
+    kept += [call for call in calls if "getargvalues" in (getattr(call.func, "attr", ""), getattr(call.func, "id", ""))]
+    return next((node.lineno for node in kept if id(node) not in read), 0)
 
 
 def _read_at_once(node: ast.AST) -> Iterator[ast.AST | None]:

@@ -25,6 +25,8 @@ _METHODS = {"step", "restore"}
 _UNHELD = 3
 # Whether all that ask for the names of a function are given the same dict.
 IS_SHARED = sys.version_info < (3, 13)
+# Words by which a function may come to the dict of its names.
+_SCOPES = {"locals", "vars", "f_locals", "getargvalues"}
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
@@ -75,7 +77,7 @@ def own(frame: FrameType) -> Mapping[str, Any]:
 def keeps_names(frame: FrameType) -> int:
     """Returns the line in which a function may keep what `locals()` returned, which a look at its names would add names to; 0 if it does not."""
     code = frame.f_code
-    if not (IS_SHARED and code.co_flags & inspect.CO_OPTIMIZED and {"locals", "vars"} & {*code.co_names}):
+    if not (IS_SHARED and code.co_flags & inspect.CO_OPTIMIZED and _SCOPES & {*code.co_names}):
         return 0
     try:
         tree = ast.parse(text(frame))

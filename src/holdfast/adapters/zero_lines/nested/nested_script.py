@@ -165,8 +165,12 @@ def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
     for loop in loops:
         if reason := _why_not(tree, loop):
             return reason
-    for node in ast.walk(tree) if IS_SHARED else ():
-        if isinstance(node, Function) and (line := keeps_names(node)) and calls.leads_to(node, loops):
+    for node in (part for each in (tree, *others) for part in ast.walk(each)) if IS_SHARED else ():
+        if (
+            isinstance(node, Function)
+            and (line := keeps_names(node))
+            and (is_drawn(node) or calls.leads_to(node, loops))
+        ):
             return kept_names(line)
     known = Functions(tree)
     inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
@@ -241,6 +245,11 @@ def _reuses_gradients(nodes: Iterable[ast.AST]) -> bool:
         if any(not (isinstance(each, ast.Constant) and each.value is True) for each in told):
             return True
     return False
+
+
+def is_drawn(function: Function) -> bool:
+    """Tell whether a function makes items one by one; its names are looked at where a loop goes over them."""
+    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own(function))
 
 
 def kept_names(line: int) -> str:
