@@ -232,9 +232,14 @@ NONE = {
         f"    x, y = data[:]\n    x = x + row.sum()\n    {STEP}\n    net.seen += 1\n"),
         "'row' lives from one turn to the next, and shares memory with",
     ),
+    "views that are written, and another reason": (
+        ("h = torch.zeros(2, 4)\nrow = h[0]\nfor step in range(9):\n    x, y = data[:]\n    x = x + row.sum()\n"
+        f"    {STEP}\n    h += 0.1\n    row = row[:]\nelse:\n    print(len(h))\n"),
+        "share memory, of which a restart would make two",
+    ),
     "weights that are no copy": (
         f"best = None\nfor step in range(9):\n    x, y = data[:]\n    {STEP}\n    if step in (0, 2): best = net.state_dict()\nnet.load_state_dict(best)\n",
-        "'best' lives from one turn to the next, and shares memory with the parameter",
+        "'best' and 'opt' share memory",
     ),
     "attribute of the model": (f"for step in range(9):\n    x, y = data[:]\n    {STEP}\n    net.seen = [torch.ones(step + 1)]\n", "net.seen"),
 }  # fmt: skip

@@ -24,7 +24,7 @@ import queue
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, ClassVar
@@ -36,7 +36,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.adapters.zero_lines.accelerate_lines import MODULE, Wrapped, wrapped_by
+from holdfast.adapters.zero_lines.nested.written_names import written
 from holdfast.adapters.zero_lines.reach.attributes import attributes_of, has_a_reader, is_output, is_progress_bar
+from holdfast.adapters.zero_lines.reach.memory import spans_of
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.events import Events
@@ -272,6 +274,7 @@ class _Text:
         modules = dict(self._of_modules(reads))
         lives = {*found.lives, *self._globals(reads), *self._left_unset(), *modules}
         carried = self._found = self._carried(lives, dict(found.changed), objects)
+        self._require_own_memory(carried, objects)
         ckpt, first = (next(name for name in each if name not in self._words) for each in (_NAMES, _FIRST))
         header, number = self._header(first)
         guard = self._guard(number, {name for name in carried if name.isidentifier()})
@@ -449,6 +452,25 @@ class _Text:
                 )
             found[path] = None
         return found
+
+    def _require_own_memory(self, carried: Iterable[str], objects: _Found) -> None:
+        """Refuses to carry what has a part of the memory of something else: the lines would make two of one."""
+        place: dict[int, str] = {
+            first: path
+            for path, thing in (*objects.modules.values(), *objects.optimizers.values())
+            for first, end in spans_of(thing, gradients=False)
+            if first < end
+        }
+        given, may_write = {*place.values()}, written(self._tree)
+        for path in carried:
+            value = self._value(path)
+            is_tensor = isinstance(value, torch.Tensor)
+            for first in {first for first, end in spans_of(value, gradients=False) if first < end}:
+                # Of a container rather its list is written than its tensors: a buffer of what was seen.
+                other = place.setdefault(first, path) if is_tensor else place.get(first, path)
+                words = {re.split(r"\W", each)[0] for each in (path, other)}
+                if other != path and (other in given or (is_tensor and words & may_write)):
+                    raise NoLines(f"{path!r} and {other!r} share memory, of which a restart would make two")
 
     def _attributes(self, objects: _Found, given: set[str]) -> Iterator[str]:
         """Yields the attributes of the script's own objects that may change while the loop runs."""
