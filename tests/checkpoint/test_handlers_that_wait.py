@@ -25,6 +25,7 @@ from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.job.slot_reservation import Reservation
 from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker
 from holdfast.checkpoint.save.save_handle import LOOK_S, SaveHandle, as_level, never
+from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import _Waiting
@@ -143,6 +144,43 @@ def test_who_closes_while_its_thread_holds_the_fence_waits_for_nothing() -> None
     with fence._wake:
         fence.close()
     assert time.monotonic() - began < 10.0
+
+
+def test_a_copy_whose_thread_was_not_woken_for_what_a_handler_raised_holds_up_no_later_one() -> None:
+    fence = Fence(timeout_s=1.0, events=Events())
+    first, second, third = _job(), _job(), _job()
+    fence.start(first)
+    assert first.done.wait(DEADLINE_S)
+    fence.release()
+    assert fence.idle(DEADLINE_S)
+    strike = Strike(exits, called(threading.Condition.notify))
+    with suppress(SystemExit), strike:
+        fence.start(second)
+    assert strike.came
+    second.stop("given up")
+    fence.release()
+    assert fence.idle(DEADLINE_S)
+    fence.start(third)
+    assert third.done.wait(DEADLINE_S)
+    fence.close()
+
+
+def test_an_error_of_a_handler_that_strikes_while_a_step_is_noted_is_raised(make: Make) -> None:
+    """One of the kind that torch raises where a device failed."""
+
+    def fails() -> None:
+        raise RuntimeError("a handler's own")
+
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    strike = Strike(fails, called(State.storages))
+    with suppress(RuntimeError), strike:
+        checkpointer.step(0)
+    assert strike.came
+    trainee.train()
+    checkpointer.step(1)
 
 
 def test_who_closes_while_its_thread_holds_what_tells_of_durable_saves_hears_all_of_them() -> None:

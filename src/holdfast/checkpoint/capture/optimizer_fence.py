@@ -37,6 +37,7 @@ import torch
 
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.copy_plan import Batch
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
@@ -365,6 +366,7 @@ class Fence:
             if job.device is not None and behind_s and job.device.begun():
                 timeout_s += job.device.num_bytes / self._device_rate
         with self._lock:
+            self._wake.notify_all()  # what a signal's handler raised may have come between a copy and its word to the thread
             return self._wake.wait_for(lambda: self._queue is None, timeout_s)
 
     def close(self) -> None:
@@ -400,6 +402,7 @@ class Fence:
         try:
             job.device.hold_current_streams()
         except RuntimeError as error:  # the script is told by its own next call
+            pass_on(error)
             job.stop(f"a device failed before it had copied: {error}")
             return False
         self._behind = job

@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import unserializable_hook
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries import fsdp1, living_gradients
 from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
 from holdfast.checkpoint.entries.sharding import Layouts, local_of
@@ -434,5 +435,6 @@ def _count(grad: torch.Tensor) -> object:
     """Returns torch's count of writes; of what it counts none of, nothing that is ever equal."""
     try:
         return grad._version if type(grad) is torch.Tensor else local_of(grad)._version
-    except RuntimeError:  # made in inference mode
+    except RuntimeError as error:  # made in inference mode
+        pass_on(error)
         return object()

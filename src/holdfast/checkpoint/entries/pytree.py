@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.base.errors import CorruptError, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.format.values import MAX_DEPTH, TensorRef
 
 _ARRAY_KEY = "holdfast.ndarray"
@@ -81,6 +82,7 @@ def unflatten(tree: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
         try:
             return _read(spelling, content, fetch)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            pass_on(error)
             raise CorruptError(f"a value is not what {spelling!r} announces: {error}") from error
     if kind is dict or kind is OrderedDict:
         return kind((key, unflatten(item, fetch)) for key, item in tree.items())

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.accelerator import Device
 
@@ -98,6 +99,7 @@ def _begun(kind: str) -> Device | None:
         if device is not None:
             device.begin()
     except RuntimeError as error:  # a child that was forked, a driver that failed
+        pass_on(error)
         logger.warning("random numbers of %s do not go on: %s", kind, error)
         return None
     return device

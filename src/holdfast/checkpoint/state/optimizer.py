@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.entries import Collector, Loading, Owner, templates
 from holdfast.checkpoint.entries.sharding import Layouts, local_of, memory_of, mesh_ranks
 from holdfast.checkpoint.entries.types import Group, LiveTensor, dtype_name, torch_dtype
@@ -467,6 +468,7 @@ class OptimizerPart:
             with _muted(optimizer):
                 optimizer.load_state_dict({"state": numbered, "param_groups": groups})
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            pass_on(error)
             raise MismatchError(f"the optimizer refuses the saved state: {error}", where=self.name) from error
         for parameter, wanted in state.items():
             optimizer.state[parameter].update(wanted)

@@ -151,6 +151,7 @@ class OptimizerExtras:
         try:
             self._voice.load_state_dict(words)
         except REFUSALS as error:
+            pass_on(error)
             raise MismatchError(f"the optimizer refuses the saved state: {error}", where=self._name) from error
         for parameter in (p for p in state if id(p) not in numbers):
             optimizer.state[parameter] = state[parameter]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.sharding import local_of
 
 # These choose among implementations that need a real device. They change where the step count lives, not the state.
@@ -123,7 +124,16 @@ def _step(optimizer: Optimizer, kinds: Sequence[Mapping[int, Kind]]) -> Made | N
     try:
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(stand_in)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, KeyError, AssertionError):
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        NotImplementedError,
+        AttributeError,
+        KeyError,
+        AssertionError,
+    ) as error:
+        pass_on(error)
         return None  # it needs a closure, or looks at numbers; then nothing is known
     return [{k: stand_in.state[twin] for k, twin in of_group.items() if twin in stand_in.state} for of_group in twins]
 

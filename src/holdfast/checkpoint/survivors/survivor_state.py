@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.state.training_state import State
@@ -113,6 +114,7 @@ class Survivor:
             self._still.note(version.step)
             is_noted = self._is_noted(version)
         except RuntimeError as error:
+            pass_on(error)
             logger.info(
                 "a failed rank cannot be filled from a twin's live state: %s cannot be noted: %s", version, error
             )
@@ -178,6 +180,7 @@ class Survivor:
                 else:
                     late = {name: live.detach().to("cpu", copy=True) for name, live in self._still.owned.items()}
             except RuntimeError as error:  # a device that failed, or no memory
+                pass_on(error)
                 why = f"the state cannot be copied: {error}"
         remains.job, remains.version = self._job, None if why else self._noted[0]
         remains.late, remains.why = {} if why else late, why
