@@ -36,6 +36,7 @@ from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.wire import frames
 from keeper.rig import Rig, eventually
 from keepers_kit import end_keepers, of_threads, processors_of_threads, wait_ended
+from kit.strikes import Strike, called, exits
 from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
@@ -54,6 +55,24 @@ def test_the_keeper_is_up_fast_and_small_and_free_of_torch(make_rig: MakeRig) ->
     assert int(status["VmRSS"].split()[0]) < 80 << 10
     assert rig.keeper(0) == place
     assert rig.pid_of(place) == pid
+
+
+def test_who_is_interrupted_while_it_waits_for_the_start_lock_does_not_keep_it(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    place = place_of(str(tmp_path / "ck"), Config(runtime_dir=str(runtime_dir)))
+    place.make()
+    held = place.lock(place.start_lock, blocking=True)
+    assert held is not None
+    strike = Strike(exits, called(threading.Thread.join))
+    with contextlib.suppress(SystemExit), strike:
+        spawn._lock_within(place, time.monotonic() + 60.0)
+    assert strike.came
+    os.close(held)
+    eventually(lambda: all(thread.name != "holdfast start lock" for thread in threading.enumerate()))
+    again = place.lock(place.start_lock, blocking=False)
+    assert again is not None
+    os.close(again)
 
 
 def test_jobs_of_tests_wait_for_a_keeper_that_is_about_to_end(runtime_dir: Path, tmp_path: Path) -> None:

@@ -131,7 +131,8 @@ def _elements(tensor: torch.Tensor) -> object:
     count = min(MAX_ELEMENTS, tensor.numel())
     try:
         found = [repr(tensor[_place(index * tensor.numel() // count, tensor.shape)].item()) for index in range(count)]
-    except (RuntimeError, TypeError, ValueError):  # a class of its own, or without memory
+    except (RuntimeError, TypeError, ValueError) as error:  # a class of its own, or without memory
+        pass_on(error)
         return None
     return (tuple(tensor.shape), str(tensor.dtype), *found)
 

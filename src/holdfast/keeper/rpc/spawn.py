@@ -133,7 +133,16 @@ def _lock_within(place: RuntimePaths, deadline: float) -> int:
 
     thread = threading.Thread(target=wait, name="holdfast start lock", daemon=True)
     thread.start()
-    thread.join(max(0.1, deadline - time.monotonic()))
+    try:
+        thread.join(max(0.1, deadline - time.monotonic()))
+    except (
+        BaseException
+    ):  # of a signal's handler; else the thread would keep the lock for as long as this process lives
+        with guard:
+            given_up.set()
+            for fd in taken:
+                os.close(fd)
+        raise
     with guard:
         given_up.set()
     if not taken:
