@@ -72,6 +72,7 @@ def test_who_is_interrupted_while_it_waits_for_the_start_lock_does_not_keep_it(
     eventually(lambda: all(thread.name != "holdfast start lock" for thread in threading.enumerate()))
     again = place.lock(place.start_lock, blocking=False)
     assert again is not None
+    place.start_lock.unlink()
     os.close(again)
 
 
