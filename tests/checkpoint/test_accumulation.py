@@ -711,23 +711,23 @@ def test_a_step_that_a_scaler_leaves_out_in_what_torch_compiles_is_seen(make: Ma
 
 
 @pytest.mark.filterwarnings("ignore")  # of what torch compiles, about torch itself
-def test_a_backward_pass_that_is_compiled_is_as_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_pass_that_is_compiled_is_as_without_us() -> None:
     """And the look at what a step used is made in it."""
     import torch._dynamo
 
     model, optimizer = _linear()
     part = gradients_part.GradientsPart("gradients", lambda: [optimizer], lambda: [model])
     steps = Steps([optimizer], after=part.stepped)
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)  # type: ignore[attr-defined]
 
     @torch.compile(backend="eager")
     def back(x: torch.Tensor) -> None:
         model(x).sum().backward()
 
     try:
-        for _ in range(5):  # never cleared
-            back(torch.ones(2, 4))
-            optimizer.step()
+        with torch._dynamo.config.patch(compiled_autograd=True):  # type: ignore[attr-defined]
+            for _ in range(5):  # never cleared
+                back(torch.ones(2, 4))
+                optimizer.step()
     finally:
         steps.close()
     assert part._uncleared == {id(parameter) for parameter in model.parameters()}
