@@ -26,7 +26,7 @@ from holdfast.tiers.storage import run_lock
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
 from kit.schedules import schedule_of
-from kit.strikes import Strike, called, strikes
+from kit.strikes import Strike, called, nth, strikes
 
 # Threads and locks of the standard library may keep what is raised there, msgspec what is raised where it asks for a type; torch may
 # stay in the mode that it was about to leave.
@@ -79,7 +79,7 @@ def test_the_next_call_goes_on_where_a_handler_broke_off_the_one_that_left(
         trainee.train()
         checkpointer.save(0, "durable" if options else "captured").wait()
         trainee.train()
-        strike = _nth(number * every, _behind(Checkpointer._leave))
+        strike = Strike(_raises, nth(number * every, _behind(Checkpointer._leave)))
         with suppress(Alarm), strike:
             getattr(checkpointer, way)()
         (checkpointer.close if number % 2 else checkpointer.abandon)()
@@ -93,18 +93,6 @@ def test_the_next_call_goes_on_where_a_handler_broke_off_the_one_that_left(
         if not strike.came:
             break
     assert number > 3
-
-
-def _nth(moment: int, counts: Callable[[FrameType, str], bool]) -> Strike:
-    """A strike at so many moments that count."""
-    left = moment
-
-    def here(frame: FrameType, event: str) -> bool:
-        nonlocal left
-        left -= (counted := counts(frame, event))
-        return counted and left <= 0
-
-    return Strike(_raises, here)
 
 
 def test_a_second_signal_while_it_leaves_breaks_it_off_again_and_the_third_call_goes_on(make: Make) -> None:

@@ -62,19 +62,24 @@ def called(function: Any) -> Here:
     return lambda frame, event: event == "call" and frame.f_code is function.__code__
 
 
+def nth(moment: int, counts: Here = lambda *_: True) -> Here:
+    """So many events of those that count, and where it is yes behind that."""
+    left = moment
+
+    def here(frame: FrameType, event: str) -> bool:
+        nonlocal left
+        counted = counts(frame, event)
+        left -= counted
+        return counted and left <= 0
+
+    return here
+
+
 def strikes(handler: Callable[[], Any], *, counts: Here = lambda *_: True, every: int = 1) -> Iterator[Strike]:
     """One strike after the other, each `every` events later, until one does not come; what does not count is passed over."""
     moment = 1
     while True:
-        left = moment
-
-        def here(frame: FrameType, event: str) -> bool:
-            nonlocal left
-            counted = counts(frame, event)
-            left -= counted
-            return counted and left <= 0
-
-        yield (strike := Strike(handler, here))
+        yield (strike := Strike(handler, nth(moment, counts)))
         if not strike.came:
             return
         moment += every

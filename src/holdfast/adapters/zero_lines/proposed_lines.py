@@ -36,6 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.adapters.zero_lines.accelerate_lines import MODULE, Wrapped, wrapped_by
+from holdfast.adapters.zero_lines.nested.nested_script import kept_names
 from holdfast.adapters.zero_lines.nested.written_names import written
 from holdfast.adapters.zero_lines.reach.attributes import attributes_of, has_a_reader, is_output, is_progress_bar
 from holdfast.adapters.zero_lines.reach.memory import spans_of
@@ -175,7 +176,7 @@ def propose(frame: FrameType | None, optimizer: Optimizer, root: str, reason: st
     if place is None:
         raise NoLines("its steps are made in no loop of the script")
     if line := user_frames.keeps_names(place[0]):
-        raise NoLines(f"line {line} may keep what locals() returns, which a look at the loop would add names to")
+        raise NoLines(kept_names(line))
     found = _Text(*place, root, optimizer)
     unsure = _UNSURE in reason and not any(kind in reason for kind in _WRITERS)
     told = unsure and _UNREHEARSED in reason and found.wrapped is not None

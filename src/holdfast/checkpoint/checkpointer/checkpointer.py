@@ -594,9 +594,8 @@ class Checkpointer:
             broken_by = ""
         except BaseException as error:
             self._close_failed = broken_by  # until its text is there
-            broken_by = (
-                "" if isinstance(error, HoldfastError) else type(error).__name__
-            )  # which says itself what is not durable
+            # An error of ours says itself what is not durable.
+            broken_by = "" if isinstance(error, HoldfastError) else type(error).__name__
             self._close_failed = str(error) or broken_by
             raise
         finally:

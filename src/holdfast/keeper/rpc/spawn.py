@@ -135,9 +135,7 @@ def _lock_within(place: RuntimePaths, deadline: float) -> int:
     thread.start()
     try:
         thread.join(max(0.1, deadline - time.monotonic()))
-    except (
-        BaseException
-    ):  # of a signal's handler; else the thread would keep the lock for as long as this process lives
+    except BaseException:  # of a signal's handler; else the thread would keep the lock until this process ends
         with guard:
             given_up.set()
             for fd in taken:
