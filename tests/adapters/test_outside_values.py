@@ -13,6 +13,7 @@ from holdfast.adapters.zero_lines.script_text import HOOK
 HEAD = "import datetime, glob, os, random, socket, sys, time, uuid\nfrom pathlib import Path\nimport torch\n"
 STEP = "optimizer.zero_grad()\nloss = model(x).mean()\nloss.backward()\noptimizer.step()\n"
 RATE = "for group in optimizer.param_groups:\n    group['lr'] = rate\n"
+TIMER = "class T:\n    def __init__(self, now): self.now, self.t0 = now, now()\n    def spent(self): return self.now() - self.t0\n"
 METER = (
     "class Meter:\n    def __init__(self):\n        self.sum, self.n = 0.0, 0\n    def update(self, value):\n        self.sum += value\n        self.n += 1\n"
     "    @property\n    def avg(self):\n        return self.sum / self.n\n"
@@ -72,6 +73,94 @@ def test_what_goes_into_the_training_is_found(before: str, body: str, text: str)
 @pytest.mark.parametrize(
     ("before", "body"),
     [
+        (TIMER + "t = T(time.time)", "if t.spent() > 60: break"),
+        (TIMER + "t = T(now=time.time)", "scheduler.step(t.spent())"),
+        ("from other import Timer\nt = Timer(time.time)", "if t.spent() > 60: break"),
+        ("fns = [lambda: time.time(), len]", "rate = fns[0]()\n" + RATE),
+        ("fns = [lambda: time.time(), len]", "rate = fns[step % 2]()\n" + RATE),
+        ("fns = {'now': time.time}", "rate = fns['now']()\n" + RATE),
+        ("fns = {'now': time.time}", "rate = fns[name]()\n" + RATE),
+        ("import functools\nnow = functools.partial(time.time)", "if now() > 60: break"),
+        ("clock = time.time if x else time.monotonic", "if clock() > 60: break"),
+        ("def late(now=time.time):\n    return now() > 60", "if late(): break"),
+        ("def late(now=time.time()):\n    return now", "scheduler.step(late())"),
+        ("clock = types.SimpleNamespace(now=time.time)", "if clock.now() > 60: break"),
+        ("clock = types.SimpleNamespace()\nclock.now = time.time", "if clock.now() > 60: break"),
+        ("", "rate = sum(map(lambda _: time.time(), range(3)))\n" + RATE),
+        ("times = list(map(lambda _: time.time(), range(3)))", "rate = times[0]\n" + RATE),
+        ("stopper = Stopper(callback=lambda: time.time() > 60)", "if stopper.stops(): break"),
+        ("def late():\n    return time.time() > 60\nstopper = Stopper(late)", "if stopper.stops(): break"),
+        ("def late():\n    return time.time() > 60\ndef go(f): return f()", "if go(late): break"),
+        ("clock = getattr(args, 'clock', time.time)", "if clock() > 60: break"),
+        ("try:\n    clock = time.perf_counter\nexcept AttributeError:\n    clock = time.time", "if clock() > 60: break"),
+        ("import signal\ndef stop(*_): sys.exit()\nsignal.signal(signal.SIGALRM, stop)\nsignal.alarm(60)", ""),
+        ("import signal\ndone = False\ndef stop(*_):\n    global done\n    done = True\nsignal.signal(signal.SIGALRM, stop)\nsignal.setitimer(signal.ITIMER_REAL, 60)", "if done: break"),
+        ("import signal\ndef stop(*_): raise TimeoutError\nsignal.signal(signal.SIGALRM, stop)\nsignal.alarm(60)", ""),
+        ("import signal\nsignal.alarm(60)", ""),
+        ("import threading\nthreading.Timer(60, sys.exit).start()", ""),
+        ("import threading\nthreading.Timer(60, lambda: os._exit(0)).start()", ""),
+        ("import threading\ndone = []\nthreading.Timer(60, lambda: done.append(1)).start()", "if done: break"),
+        ("import threading\ndone = threading.Event()\nthreading.Timer(60, done.set).start()", "if done.is_set(): break"),
+        ("import threading\nclass Run:\n    stop = False\n    def end(self): self.stop = True\n    def go(self): threading.Timer(60, self.end).start()\nrun = Run()", "if run.stop: break"),
+        ("import threading\nstate = {'stop': False}\ndef end(): state['stop'] = True\nt = threading.Timer(interval=60, function=end)", "if state['stop']: break"),
+        ("import threading\nstate = {'stop': False}\ndef end():\n    time.sleep(60)\n    state['stop'] = True\nt = threading.Thread(target=end)", "if state['stop']: break"),
+        ("", "assert time.time() - t0 < 60"),
+        ("def check():\n    assert time.time() - t0 < 60", "check()"),
+        ("def check():\n    if time.time() - t0 > 60: raise TimeoutError", "check()"),
+        ("done = False\ndef check():\n    global done\n    if time.time() > 60: done = True", "check()\nif done: break"),
+        ("", "setattr(optimizer, 'lr', time.time())"),
+        ("", "setattr(optimizer, name, time.time())"),
+        ("", "optimizer.param_groups[0].setdefault('lr', time.time())"),
+        ("", "optimizer.param_groups[0].update(lr=time.time())"),
+        ("", "optimizer.param_groups[0] |= {'lr': time.time()}"),
+        ("", "p = optimizer.param_groups[0]\np['lr'] = time.time()"),
+        ("", "vars(scheduler)[\"gamma\"] = time.time()\nscheduler.step()"),
+        ("", "vars(args)['rate'] = time.time()\nrate = args.rate\n" + RATE),
+        ("", "args.__dict__.update(rate=time.time())\nrate = args.rate\n" + RATE),
+        ("", "args.__dict__['rate'] = time.time()\nrate = args.rate\n" + RATE),
+        ("import operator", "operator.setitem(optimizer.param_groups[0], 'lr', time.time())"),
+        ("", "optimizer.param_groups[0].__setitem__('lr', time.time())"),
+        ("", "args.__setattr__('rate', time.time())\nrate = args.rate\n" + RATE),
+        ("", "object.__setattr__(args, 'rate', time.time())\nrate = args.rate\n" + RATE),
+        ("", "globals()['rate'] = time.time()\n" + RATE),
+        ("", "globals().update({'rate': time.time()})\n" + RATE),
+        ("def until(n):\n    while time.time() < n: yield 1", "for _ in until(60): model(x).mean().backward(); optimizer.step()"),
+        ("class Late:\n    def __init__(self, n): self.end = time.time() + n\n    def __call__(self): return time.time() > self.end\nlate = Late(60)", "if late(): break"),
+        ("class Set(torch.utils.data.Dataset):\n    def __getitem__(self, i):\n        random.seed(time.time())\n        return i", ""),
+        ("def init(i): random.seed(int(time.time()) + i)\nloader = DataLoader(ds, worker_init_fn=init)", ""),
+        ("class Net(torch.nn.Module):\n    def forward(self, x): return x * time.time()", ""),
+        ("import numpy as np", "rng = np.random.default_rng()\nx = x[rng.permutation(4)]\nmodel(x).mean().backward()"),
+        ("class C:\n    def __init__(self): self.now = time.time\n    def run(self):\n        for x in y:\n            loss = model(x)\n            loss.backward(); optimizer.step()\n            if self.now() > 60: break", ""),
+        ("stop = threading.Event()", "if time.time() > 60: stop.set()\nif stop.is_set(): break"),
+        ("import signal\ndef main():\n    done = False\n    def stop(*_):\n        nonlocal done\n        done = True\n    signal.signal(signal.SIGALRM, stop)\n    signal.alarm(60)\n    for x in y:\n        loss = model(x)\n        loss.backward(); optimizer.step()\n        if done: break", ""),
+    ],
+)  # fmt: skip
+def test_what_comes_by_functions_alarms_and_calls_that_set_something_is_found(before: str, body: str) -> None:
+    assert "goes into the training" in found(before, body).outside
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "for epoch in iter(lambda: time.time() < 60, False):",
+        "for epoch in itertools.takewhile(lambda _: time.time() < 60, itertools.count()):",
+        "while time.time() < 60:",
+        "def until(n):\n    while time.time() < n: yield 1\nfor _ in until(60):",
+        "def until(n):\n    for i in range(n):\n        yield i\n        if time.time() > n: break\nfor _ in until(60):",
+        "def until(n):\n    for i in range(n):\n        yield i\n        if time.time() > n: return\nfor _ in until(60):",
+        "class U:\n    def __iter__(self): return self\n    def __next__(self):\n        if time.time() > 60: raise StopIteration\n        return 1\nfor _ in U():",
+        "class U:\n    def __iter__(self):\n        while time.time() < 60: yield 1\nu = U()\nfor _ in u:",
+    ],
+)  # fmt: skip
+def test_a_loop_that_a_clock_ends_is_found(head: str) -> None:
+    nest = find_nested(f"{HEAD}import itertools\n{head}\n{indent(STEP, '    ')}")
+    assert isinstance(nest, Nest)
+    assert "'time.time()'" in nest.outside
+
+
+@pytest.mark.parametrize(
+    ("before", "body"),
+    [
         ("since = time.time()", "print(step, time.time() - since)\nsince = time.time()"),
         ("since = time.time()", "if time.time() - since > 60:\n    print(loss.item())\n    since = time.time()"),
         ("since = time.time()", "if time.time() - since > 60:\n    torch.save(model.state_dict(), f'{time.time()}.pt')"),
@@ -94,6 +183,25 @@ def test_what_goes_into_the_training_is_found(before: str, body: str, text: str)
         ("since = time.time()", "if step > 60: sys.exit(0)\nprint(time.time() - since)"),
         ("row = {}", "row.update({'lr': 0.1, 'at': time.time()})\nlate = row and time.time()\nprint(late)"),
         ("since, meter_group = time.time(), {}", "meter_group.update(seconds=time.time() - since)"),
+        ("def evaluate():\n    return dict(loss=1, took=time.time())", "held = evaluate()\nscheduler.step(held['loss'])\nif 'error' in held: break"),
+        ("def log(f): print(f())", "log(time.time)"),
+        ("import threading\ndef beat():\n    print(time.time())\n    threading.Timer(30, beat).start()\nbeat()\nthreading.Timer(30, beat).start()", ""),
+        ("times = []\nmodel.register_forward_hook(lambda *a: times.append(time.time()))", ""),
+        ("times = []\ndef hook(*a): times.append(time.time())\nmodel.register_forward_hook(hook)", "print(times[-1])"),
+        (TIMER + "t = T(time.time)", "print(t.spent())"),
+        ("fns = {'now': time.time, 'rate': lambda: 0.1}", "rate = fns['rate']()\n" + RATE),
+        ("import signal\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit())\nsignal.alarm(0)", ""),
+        ("for x in tqdm(y, desc=str(time.time())): pass", ""),
+        ("import torch.profiler", "with torch.profiler.profile(on_trace_ready=lambda p: p.export(f'{time.time()}')) as p:\n    p.step()"),
+        ("def closure():\n    t0 = time.time()\n    loss = model(x)\n    loss.backward()\n    print(time.time() - t0)\n    return loss", "optimizer.step(closure)"),
+        ("class Net(torch.nn.Module):\n    def forward(self, x):\n        t0 = time.time()\n        y = self.f(x)\n        self.took = time.time() - t0\n        return y\nmodel = Net()", ""),
+        ("def main():\n    random.seed(time.time())\n    for x in y:\n        model(x).mean().backward(); optimizer.step()\nif __name__ == '__main__': mp.spawn(main, nprocs=2)", ""),
+        ("class E:\n    def __call__(self, x): return x\ne = E()", "model(e(x)).backward()"),
+        ("logger.converter = time.gmtime", "logger.info('%s', time.time())"),
+        ("def now(): return time.time()\nformat = {'time': now, 'loss': lambda: 1}", "for name, f in format.items(): print(name, f())"),
+        ("import atexit\natexit.register(lambda: print(time.time() - t0))", ""),
+        ("meter = Meter(timer=time.time)", "meter.update(loss)\nprint(meter.rate())"),
+        ("def key(p): return time.time()\n", "for p in sorted(paths, key=os.path.getmtime): os.remove(p)"),
     ],
 )  # fmt: skip
 def test_what_is_only_told_or_logged_is_not(before: str, body: str) -> None:

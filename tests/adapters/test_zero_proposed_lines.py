@@ -232,6 +232,11 @@ NONE = {
         f"    x, y = data[:]\n    x = x + row.sum()\n    {STEP}\n    net.seen += 1\n"),
         "'row' lives from one turn to the next, and shares memory with",
     ),
+    "view of a weight in every other turn": (
+        ("row = torch.zeros(1)\nfor step in range(9):\n    x, y = data[:]\n    x = x + row.sum()\n"
+        f"    row = next(net.parameters()).detach()[:1] if step % 2 else torch.zeros(1)\n    {STEP}\n"),
+        "'row' lives from one turn to the next, and shares memory with",
+    ),
     "views that are written, and another reason": (
         ("h = torch.zeros(2, 4)\nrow = h[0]\nfor step in range(9):\n    x, y = data[:]\n    x = x + row.sum()\n"
         f"    {STEP}\n    h += 0.1\n    row = row[:]\nelse:\n    print(len(h))\n"),

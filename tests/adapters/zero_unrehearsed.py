@@ -206,6 +206,22 @@ main()
         pre="def items(n):\n    held = locals()\n    for step in range(n):\n        yield step\n    print(len(held))",
         counts="items(10)",
     ),
+    "names of a caller that a helper keeps": Case(
+        "or the f_locals of a frame" if sys.version_info < (3, 13) else KEPT,
+        whole=f"""
+held = []
+def keep():
+    held.append(sys._getframe(1).f_locals)
+def main(rate=1.0):
+    keep()
+    for step in range(10):
+        sys.stderr.write(f"made {{step}}\\n")
+        {indent(STEP.replace("{scale}", "len(held[0])"), 8 * " ").strip()}
+        die(step)
+    print("END", len(held[0]), [p.tolist() for p in model.parameters()])
+main()
+""",
+    ),
     "names of a function that are copied": Case(
         whole=f"""
 def main(rate=1.0):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.usage.name_flow import keeps_names
+from holdfast.checkpoint.usage.name_flow import keeps_names, keeps_names_of_others
 
 # One look is made early, the others at the first steps and at powers of two.
 SCRIPT = """
@@ -70,6 +70,20 @@ def test_what_may_keep_the_names_of_a_function_is_seen(line: str) -> None:
 )  # fmt: skip
 def test_what_reads_the_names_of_a_function_at_once_keeps_none(line: str) -> None:
     assert keeps_names(of(line)) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "keeps"),
+    [
+        ("return inspect.getargvalues(sys._getframe(1))", 2), ("self.held = inspect.stack()[1].frame.f_locals", 2),
+        ("held = inspect.currentframe().f_back.f_locals; return held", 2), ("global held; held = sys._getframe(1).f_locals", 2),
+        ("*_, held = getargvalues(f); log(held)", 2), ("held = f.f_locals; return lambda: held", 2),
+        ("held = dict(sys._getframe(1).f_locals)", 0), ("*_, held = getargvalues(f); self.a = {k: v for k, v in held.items()}", 0),
+        ("return sys._getframe(1).f_code.co_name", 0), ("held = f.f_locals; return held['a']", 0),
+    ],
+)  # fmt: skip
+def test_a_helper_that_keeps_the_names_of_its_caller_is_seen(line: str, keeps: int) -> None:
+    assert keeps_names_of_others(of(line)) == keeps
 
 
 def of(line: str) -> ast.FunctionDef:

@@ -6,7 +6,8 @@
 
 Only what goes into the training counts: the loss, hyperparameters, a seed, what a scheduler is given, whether a step is made or the loop
 ends. What is only printed, logged or saved does not. Statements are followed in their order, functions of the script with what they
-are given. Pure, and no proof: what is handed on through objects of packages, or through functions that the text does not name, is not seen.
+are given. Pure, and no proof: what goes through objects of packages is not seen. A function that asks, and is handed on uncalled, counts as what it
+returns wherever it is called, and so does what an unknown function makes of it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,25 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
+from holdfast.adapters.zero_lines.outside_parts import (
+    NONE,
+    Source,
+    Sources,
+    Value,
+    add,
+    everything,
+    functions_in,
+    is_part,
+    merged,
+    part_of,
+    path_of,
+    plain,
+    root,
+    stores,
+    without_files,
+)
 from holdfast.checkpoint.usage.clock_names import last_name
 from holdfast.checkpoint.usage.name_flow import Function, stored
 
@@ -28,7 +46,7 @@ _TOLD = {
     *(f"datetime.{kind}.{name}" for kind in ("datetime", "date") for name in ("now", "utcnow", "today")), "pandas.Timestamp.now",
     "os.getpid", "os.getppid", "os.uname", "os.urandom", "os.getloadavg", "os.times", "socket.gethostname", "platform.node", "uuid.uuid1", "uuid.uuid4",
     "threading.get_ident", "threading.get_native_id", "secrets.token_bytes", "secrets.token_hex", "secrets.randbelow", "secrets.randbits",
-    "secrets.choice", "random.SystemRandom", "input", "sys.stdin.read", "sys.stdin.readline", "sys.stdin.readlines",
+    "secrets.choice", "secrets.SystemRandom", "random.SystemRandom", "os.getrandom", "input", "sys.stdin.read", "sys.stdin.readline", "sys.stdin.readlines",
 }  # fmt: skip
 # Numbers that are others in another process; they are asked for as keys too, which is harmless.
 _NUMBERS = {"id", "hash"}
@@ -40,7 +58,19 @@ _OF_FILES = {
 _FILE_METHODS = {
     "tell", "seek", "exists", "is_file", "is_dir", "stat", "lstat", "iterdir", "glob", "rglob",
 }  # fmt: skip
+# What sets itself up by the world outside if it is given nothing.
+_UNSEEDED = {
+    "random.Random",
+    *(f"numpy.random.{name}" for name in ("default_rng", "RandomState", "SeedSequence", "PCG64")),
+}
+# What calls a function, or ends the script, after a time.
+_ALARMS = {"signal.alarm", "signal.setitimer", "threading.Timer"}
+# Methods by which an object is told something.
+_TELLS = {"append", "add", "update", "extend", "set", "clear", "put", "stop", "cancel", "write"}
+# Methods that packages call as the loop trains.
+_BY_OTHERS = ("forward", "__getitem__", "__iter__", "__next__", "collate", "collate_fn")
 _SEEDS = {
+    "set_epoch",
     "manual_seed",
     "manual_seed_all",
     "seed",
@@ -67,31 +97,13 @@ _PLAIN = {name.rpartition(".")[2] for name in _TOLD} | {
     "Namespace",
     "SimpleNamespace",
 }
+# What makes an object of the names that it is given.
+_KEYED = {"dict": "['{}']", "Namespace": ".{}", "SimpleNamespace": ".{}"}
 # Objects with a `step` that trains nothing.
+_TRAINERS = ("opt", "sched", "adam", "sgd")
+_NOTHING = {"append", "extend", "insert", "write", "add_scalar", "info", "debug", "warning"}
 _NO_TRAINER = ("prof", "bar", "progress", "log", "meter", "timer", "writer", "track")
 _MAX_DEPTH, _MAX_CALLS, _MAX_ROUNDS = 16, 3000, 3
-
-
-@dataclass(frozen=True)
-class Source:
-    """One place where something is asked.
-
-    Attributes:
-        text, line: of the call.
-        is_file: whether it is asked of a file.
-        node: the call.
-    """
-
-    text: str
-    line: int
-    is_file: bool
-    node: ast.Call = field(compare=False)
-
-
-_Sources: TypeAlias = frozenset[Source]
-# What a value holds: a part of it, as "", "[0]", "['lr']" or ".total" -> where that comes from.
-_Value: TypeAlias = dict[str, _Sources]
-_NONE: _Sources = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +163,17 @@ class _Frame:
         depth: of calls.
         loops: the loops around the statement, the innermost last.
         rates: names that each parameter group, or parameter, is given to.
+        trains: whether a loop that trains calls it.
     """
 
     scope: ast.AST
-    names: dict[str, _Sources]
-    control: _Sources = _NONE
-    returned: _Value = field(default_factory=dict)
+    names: dict[str, Sources]
+    control: Sources = NONE
+    returned: Value = field(default_factory=dict)
     depth: int = 0
     loops: list[ast.AST] = field(default_factory=list)
     rates: set[str] = field(default_factory=set)
+    trains: bool = False
 
 
 class _Flow:
@@ -172,16 +186,31 @@ class _Flow:
         self._imports: dict[str, str] = {}
         self._functions: dict[str, list[ast.AST]] = {}
         self._methods: dict[str, list[ast.AST]] = {}
+        self._classes: dict[str, ast.ClassDef] = {}
+        self._made: dict[str, str] = {}  # a name -> the class of what is given to it
+        self._alarms: Sources = NONE
+        self._scopes: list[ast.expr] = []  # what is called by an alarm; their `id` is a key
+        self._attributes: dict[str, Value] = {}  # the functions that an attribute of this name holds
         self._properties: set[str] = set()
         self._around: dict[int, ast.AST] = {}
         self._locals: dict[int, set[str]] = {}
-        self._free: dict[int, dict[str, _Sources]] = {}
-        self._memo: dict[tuple[int, frozenset[tuple[str, _Sources]], _Sources], tuple[_Value, dict[str, _Sources]]] = {}
+        self._free: dict[int, dict[str, Sources]] = {}
+        self._afar: dict[int, dict[str, Sources]] = {}  # the part of it that other functions set
+        self._memo: dict[
+            tuple[int, frozenset[tuple[str, Sources]], Sources, bool], tuple[Value, dict[str, Sources]]
+        ] = {}
         self._running: set[int] = set()
         self._calls = 0
         self._assigns: list[ast.Assign] = []
         for each in (*others, tree):
             self._read(each.body, each)
+        self._made = {
+            last_name(node.targets[0]): last_name(node.value.func)
+            for each in (*others, tree)
+            for node in ast.walk(each)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        }
+        self._leads = self._leading()
         self._aliases()
 
     def _read(self, statements: Sequence[ast.AST], scope: ast.AST, kind: ast.ClassDef | None = None) -> None:
@@ -201,6 +230,7 @@ class _Flow:
                     self._properties.add(part.name)
                 self._read(part.body, part)
             elif isinstance(part, ast.ClassDef):
+                self._classes[part.name] = part
                 self._read(part.body, scope, part)
             elif isinstance(part, ast.Assign):
                 self._assigns.append(part)
@@ -225,8 +255,8 @@ class _Flow:
 
     def _home(self, path: str, scope: ast.AST) -> ast.AST:
         """Returns the function that a name belongs to, or the script."""
-        root = _root(path)
-        while isinstance(scope, Function | ast.Lambda) and root not in self._own(scope):
+        name = root(path)
+        while isinstance(scope, Function | ast.Lambda) and name not in self._own(scope):
             scope = self._around.get(id(scope), self._tree)
         return scope
 
@@ -256,7 +286,7 @@ class _Flow:
 
     def _whole(self, node: ast.AST) -> str:
         """Returns the whole name of something that is imported: `time.time` of `now`, of which it was said that it is that."""
-        path = _path(node)
+        path = path_of(node)
         first, dot, rest = path.partition(".")
         return (
             f"{self._imports[first]}{dot}{rest}"
@@ -266,35 +296,113 @@ class _Flow:
             else ""
         )
 
+    def _leading(self) -> set[str]:
+        """Returns the names of the functions that come to a loop that trains: they are no parts of a step."""
+        functions = [part for each in (self._functions, self._methods) for row in each.values() for part in row]
+        words = {id(part): {last_name(node) for node in ast.walk(part)} for part in functions}
+        names = {id(part): getattr(part, "name", "") for part in functions}
+        found = {names[id(part)] for part in functions if any(id(node) in self._training for node in ast.walk(part))}
+        while more := {names[key] for key, held in words.items() if held & found} - found:
+            found |= more
+        return found
+
     def run(self) -> None:
-        """Goes through all loops that no other one contains, and through functions that say how a rate changes."""
+        """Goes through all loops that no other one contains, and through functions that others call meanwhile."""
         for _ in range(_MAX_ROUNDS):
-            before = {key: dict(held) for key, held in self._free.items()}
+            before = [{key: dict(held) for key, held in each.items()} for each in (self._free, self._afar)]
             self._memo.clear()
+            self._apart(self._attributes_set)
             for loop in self._loops:
                 scope = self._scope(loop)
                 frame = _Frame(scope, {})
-                for statement in _before(scope, loop):
-                    self._one(statement, frame)
-                frame.names = {path: kept for path, held in frame.names.items() if (kept := _without_files(held))}
+                for statement, is_plain in _before(scope, loop):
+                    self._above(statement, frame, is_plain=is_plain)
+                frame.names = {path: kept for path, held in frame.names.items() if (kept := without_files(held))}
                 self._one(loop, frame)
             for node in ast.walk(self._tree):
-                if isinstance(node, ast.Call) and last_name(node.func).endswith("LR"):
-                    self._schedule(node)
-            if self._free == before:
+                if isinstance(node, ast.Call):
+                    self._handed_on(node)
+            for method in (part for name in _BY_OTHERS for part in self._methods.get(name, ())):
+                value, _names = self._call(method, {}, _Frame(self._tree, {}))
+                self._sink(without_files(value.get("", NONE)), method)
+            if [self._free, self._afar] == before:
                 return
 
-    def _schedule(self, node: ast.Call) -> None:
-        for part in (*node.args, *(word.value for word in node.keywords)):
-            made = (
-                [part]
-                if isinstance(part, ast.Lambda)
-                else self._functions.get(part.id, [])
-                if isinstance(part, ast.Name)
-                else []
-            )
-            for function in made:
-                self._sink(_all(self._call(function, {}, _Frame(self._tree, {}))[0]), node)
+    def _apart(self, go: Callable[[], None]) -> None:
+        """Does something of which nothing stays that trains, or that names hold."""
+        held = [{key: dict(held) for key, held in each.items()} for each in (self._free, self._afar)]
+        found = dict(self.found)
+        go()
+        self.found, (self._free, self._afar) = found, held
+        self._memo.clear()
+
+    def _attributes_set(self) -> None:
+        """Notes the functions that attributes are given anywhere: by an assignment, or as an object is made."""
+        for node in ast.walk(self._tree):
+            frame = _Frame(self._tree, dict(self._free.get(id(self._tree), {})))
+            if isinstance(node, ast.Call) and last_name(node.func) in self._classes:
+                self._eval(node, frame)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+                self._one(node, frame)
+
+    def _above(self, statement: ast.stmt, frame: _Frame, *, is_plain: bool) -> None:
+        """Goes through a statement above the loop; of one that is not plain only the functions stay that it gives to names."""
+        if is_plain:
+            self._one(statement, frame)
+            return
+        tried = _Frame(frame.scope, dict(frame.names))
+        self._apart(lambda: self._one(statement, tried))
+        for path, sources in tried.names.items():
+            if path.endswith("()"):
+                whole = tried.names.get(path[:-2], NONE) & sources
+                self._set(
+                    path[:-2], {part: held for part, held in (("()", sources), ("", whole)) if held}, frame, weak=True
+                )
+
+    def _handed_on(self, node: ast.Call) -> None:
+        """Goes through the functions that a call is given: what they train by, or set, and when they run."""
+        whole, given = self._whole(node.func), [*node.args, *(word.value for word in node.keywords)]
+        if whole in _ALARMS and not _is_zero(node):
+            self._alarm(node, given if whole == "threading.Timer" else self._handlers())
+            return
+        if last_name(node.func) == "Thread" and (slept := [part for part in given if self._sleeps(part)]):
+            self._alarm(node, slept)
+            return
+        for part in given:
+            if isinstance(part, ast.Lambda | ast.Name):
+                value = self._reference(part, _Frame(self._tree, {}))
+                if last_name(node.func).endswith("LR"):
+                    self._sink(everything(value), node)
+
+    def _handlers(self) -> list[ast.expr]:
+        """Returns what is called at an alarm."""
+        found = [
+            node
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.Call) and self._whole(node.func) == "signal.signal"
+        ]
+        return [node.args[1] for node in found if len(node.args) > 1 and "ALRM" in ast.unparse(node.args[0])]
+
+    def _sleeps(self, node: ast.expr) -> bool:
+        made = self._functions.get(node.id, []) if isinstance(node, ast.Name) else []
+        calls = [part for each in made for part in ast.walk(each) if isinstance(part, ast.Call)]
+        return any(last_name(call.func) == "sleep" or (last_name(call.func) == "wait" and call.args) for call in calls)
+
+    def _alarm(self, node: ast.Call, handlers: Sequence[ast.expr]) -> None:
+        """Goes through what runs when a time is over: what it does hangs on that."""
+        asked = everything(self._asked(node, node))
+        self._alarms |= asked
+        if not handlers:
+            self._sink(asked, node)
+        scope = ast.parse("lambda: 0", mode="eval").body
+        self._around[id(scope)], self._scopes = self._scope(node), [*self._scopes, scope]
+        frame = _Frame(scope, {}, asked, trains=True)
+        for each in handlers:
+            if isinstance(each, ast.Lambda):
+                self._around.setdefault(id(each), self._scope(node))
+                self._call(each, {}, frame)
+            elif isinstance(each, ast.Name | ast.Attribute):
+                self._called(ast.copy_location(ast.Call(each, [], []), node), frame, alone=True)
 
     def _scope(self, loop: ast.AST) -> ast.AST:
         found: ast.AST = self._tree
@@ -305,41 +413,45 @@ class _Flow:
 
     # What is held where.
 
-    def _held(self, path: str, frame: _Frame) -> dict[str, _Sources]:
+    def _held(self, path: str, frame: _Frame) -> dict[str, Sources]:
         """Returns the names where a path is looked up."""
         scope = self._home(path, frame.scope)
         return frame.names if scope is frame.scope else self._free.get(id(scope), {})
 
-    def _value_of(self, path: str, frame: _Frame) -> _Value:
-        names = self._held(path, frame)
-        if not names:
-            return {}
-        found: _Value = {}
-        for held, sources in names.items():
-            if path == held or _is_part(path, held):
-                _add(found, "", sources)
-            elif _is_part(held, path):
-                _add(found, held[len(path) :], sources)
+    def _value_of(self, path: str, frame: _Frame) -> Value:
+        found: Value = {}
+        afar = self._afar.get(id(self._home(path, frame.scope)), {})
+        for held, sources in (*self._held(path, frame).items(), *afar.items()):
+            if path == held or is_part(path, held):
+                add(found, "", sources)
+            elif is_part(held, path):
+                add(found, held[len(path) :], sources)
+        for place, _ in (each for each in enumerate(path) if each[1] == "."):
+            name = root(path[place + 1 :])
+            if name in self._attributes:
+                found = merged(found, part_of(self._attributes[name], path[place + 1 + len(name) :]))
         return found
 
-    def _set(self, path: str, value: _Value, frame: _Frame, *, weak: bool = False) -> None:
+    def _set(self, path: str, value: Value, frame: _Frame, *, weak: bool = False) -> None:
         if not path:
             return
         names = self._held(path, frame)
         mine = names is frame.names
         if mine and not weak:
-            for held in [held for held in names if held == path or _is_part(held, path)]:
+            for held in [held for held in names if held == path or is_part(held, path)]:
                 del names[held]
         elif not mine:
             names = self._free.setdefault(id(self._home(path, frame.scope)), {})
         for part, sources in value.items():
-            _add(names, path + part, sources)
+            add(names, path + part, sources)
+            if not mine:
+                add(self._afar.setdefault(id(self._home(path, frame.scope)), {}), path + part, sources)
             if mine:  # functions inside may read it
-                _add(self._free.setdefault(id(frame.scope), {}), path + part, sources)
+                add(self._free.setdefault(id(frame.scope), {}), path + part, sources)
 
-    def _sink(self, sources: _Sources, node: ast.AST) -> None:
+    def _sink(self, sources: Sources, node: ast.AST) -> None:
         leaves = isinstance(node, ast.Call) and self._is_exit(node)
-        ends = leaves or isinstance(node, ast.Break | ast.Return | ast.Raise)
+        ends = leaves or isinstance(node, ast.Break | ast.Return | ast.Raise | ast.Assert)
         for source in sources:
             line, only_ends = self.found.get(source, (getattr(node, "lineno", 0), True))
             self.found[source] = (line, only_ends and ends)
@@ -358,7 +470,7 @@ class _Flow:
             self._one(statement, frame)
             if (
                 isinstance(statement, ast.If)
-                and (held := _plain(self._eval(statement.test, frame)))
+                and (held := plain(self._eval(statement.test, frame)))
                 and _leaves(statement)
             ):
                 frame.control |= held  # what follows runs only if it did not leave
@@ -368,10 +480,8 @@ class _Flow:
         go = self._kinds.get(type(node))
         if go is not None:
             go(node, frame)
-        elif isinstance(node, ast.Assert | ast.Delete):
-            for part in ast.iter_child_nodes(node):
-                if isinstance(part, ast.expr):
-                    self._eval(part, frame)
+        elif isinstance(node, ast.Assert):
+            self._raises(node, frame, plain(self._eval(node.test, frame)))
 
     @functools.cached_property
     def _kinds(self) -> dict[type, Callable[[Any, _Frame], Any]]:
@@ -385,6 +495,8 @@ class _Flow:
 
     def _gives(self, node: ast.Assign, frame: _Frame) -> None:
         value = self._eval(node.value, frame)
+        if isinstance(node.value, ast.Subscript) and last_name(node.value.value) == "param_groups":
+            frame.rates |= stored(node.targets)
         for target in node.targets:
             self._assign(target, value, frame)
 
@@ -393,13 +505,13 @@ class _Flow:
             self._assign(node.target, self._eval(node.value, frame), frame)
 
     def _adds(self, node: ast.AugAssign, frame: _Frame) -> None:
-        held = _all(self._eval(node.value, frame)) | _all(self._eval(node.target, frame))
-        if _root(_path(node.target)) in frame.rates:
+        held = everything(self._eval(node.value, frame)) | everything(self._eval(node.target, frame))
+        if root(path_of(node.target)) in frame.rates:
             self._sink(held, node)
         self._assign(node.target, {"": held} if held else {}, frame)
 
     def _while(self, node: ast.While, frame: _Frame) -> None:
-        held = _plain(self._eval(node.test, frame))
+        held = plain(self._eval(node.test, frame))
         frame.loops.append(node)
         self._twice(lambda: self._under(held, node.body, frame), frame)
         frame.loops.pop()
@@ -417,44 +529,45 @@ class _Flow:
             self._weakly(block, frame)
 
     def _match(self, node: ast.Match, frame: _Frame) -> None:
-        held = _all(self._eval(node.subject, frame))
+        held = everything(self._eval(node.subject, frame))
         for case in node.cases:
             self._weakly(case.body, frame, held)
 
     def _leaves(self, node: ast.Break | ast.Continue, frame: _Frame) -> None:
         if frame.control and frame.loops and id(frame.loops[-1]) in self._training:
             self._sink(frame.control, node)
+        elif isinstance(frame.scope, Function) and any(isinstance(each, ast.Yield) for each in ast.walk(frame.scope)):
+            add(frame.returned, "", frame.control)  # of a generator
 
-    def _raises(self, node: ast.Raise, frame: _Frame) -> None:
-        if frame.control and any(id(loop) in self._training for loop in frame.loops):
-            self._sink(frame.control, node)
+    def _raises(self, node: ast.Raise | ast.Assert, frame: _Frame, held: Sources = NONE) -> None:
+        if any(id(loop) in self._training for loop in frame.loops):
+            self._sink(frame.control | held, node)
+        elif frame.trains:
+            self._sink(without_files(frame.control | held), node)
 
     def _returns(self, node: ast.Return, frame: _Frame) -> None:
         if frame.control and any(id(loop) in self._training for loop in frame.loops):
             self._sink(frame.control, node)
-        if node.value is None:
-            return
         for part, sources in self._eval(node.value, frame).items():
-            _add(frame.returned, part, sources)
-        if frame.control:
-            _add(frame.returned, "", frame.control)
+            add(frame.returned, part, sources)
+        add(frame.returned, "", frame.control)
 
     def _if(self, node: ast.If, frame: _Frame) -> None:
-        held = _plain(self._eval(node.test, frame))
+        held = plain(self._eval(node.test, frame))
         before = dict(frame.names)
         self._under(held, node.body, frame)
         then, frame.names = frame.names, before
         self._under(held, node.orelse, frame)
         for path, sources in then.items():
-            _add(frame.names, path, sources)
+            add(frame.names, path, sources)
 
-    def _weakly(self, block: Sequence[ast.stmt], frame: _Frame, held: _Sources = _NONE) -> None:
+    def _weakly(self, block: Sequence[ast.stmt], frame: _Frame, held: Sources = NONE) -> None:
         before = dict(frame.names)
         self._under(held, block, frame)
         for path, sources in before.items():
-            _add(frame.names, path, sources)
+            add(frame.names, path, sources)
 
-    def _under(self, held: _Sources, block: Sequence[ast.stmt], frame: _Frame) -> None:
+    def _under(self, held: Sources, block: Sequence[ast.stmt], frame: _Frame) -> None:
         control = frame.control
         frame.control = control | held
         self._block(block, frame)
@@ -462,13 +575,15 @@ class _Flow:
 
     def _for(self, node: ast.For | ast.AsyncFor, frame: _Frame) -> None:
         value = self._eval(node.iter, frame)
-        if id(node) in self._training and frame.loops:
-            self._sink(_all(value), node)  # how many steps there are
+        value = merged(value, self._special(node.iter, ("__iter__", "__next__"), frame))
+        if id(node) in self._training:  # how many steps there are; the text of a progress bar is no part of that
+            drawn = isinstance(node.iter, ast.Call) and last_name(node.iter.func) in {*self._functions, *self._classes}
+            self._sink(everything(value) if frame.loops or drawn else value.get("()", NONE), node)
         text = ast.unparse(node.iter)
         if "param_groups" in text or "parameters" in text:
             frame.rates |= stored([node.target])
         frame.loops.append(node)
-        items = {"": held} if (held := _plain(value)) else {}
+        items = {"": held} if (held := plain(value) | functions_in(value)) else {}
 
         def turn() -> None:
             self._assign(node.target, items, frame)
@@ -483,32 +598,38 @@ class _Flow:
             before = dict(frame.names)
             turn()
             for path, sources in before.items():
-                _add(frame.names, path, sources)
+                add(frame.names, path, sources)
 
-    def _assign(self, target: ast.expr, value: _Value, frame: _Frame) -> None:
+    def _assign(self, target: ast.expr, value: Value, frame: _Frame) -> None:
         if isinstance(target, ast.Tuple | ast.List):
             for place, part in enumerate(target.elts):
-                self._assign(part, _part(value, f"[{place}]"), frame)
+                self._assign(part, part_of(value, f"[{place}]"), frame)
             return
         if isinstance(target, ast.Starred):
-            self._assign(target.value, {"": _all(value)} if value else {}, frame)
+            self._assign(target.value, {"": everything(value)} if value else {}, frame)
             return
         if frame.control:
-            value = _merged(value, {"": frame.control})
-        path = _path(target)
+            value = merged(value, {"": frame.control})
+        path = path_of(target)
+        if isinstance(target, ast.Attribute) and (
+            made := {part: held for part, held in value.items() if part.endswith("()") or held & self._alarms}
+        ):
+            self._attributes[target.attr] = merged(self._attributes.get(target.attr, {}), made)
+        if path.rpartition(".")[2].partition("[")[0] == "param_groups" and path.count("[") < 2:
+            self._sink(everything(value), target)
         if isinstance(target, ast.Subscript):
             key = target.slice.value if isinstance(target.slice, ast.Constant) else None
-            base = _path(target.value)
-            if key in _RATES and ("group" in base or base in ("g", "pg") or _root(base) in frame.rates):
-                self._sink(_all(value), target)
+            base = path_of(target.value)
+            if key in _RATES and ("group" in base or base in ("g", "pg") or root(base) in frame.rates):
+                self._sink(everything(value), target)
             if not path:  # of a list or a dict, at a place that the text does not tell
-                self._set(base, {"": _all(value)} if value else {}, frame, weak=True)
+                self._set(base, {"": everything(value)} if value else {}, frame, weak=True)
                 return
         self._set(path, value, frame)
 
     # Expressions.
 
-    def _eval(self, node: ast.expr | None, frame: _Frame, *, alone: bool = False) -> _Value:
+    def _eval(self, node: ast.expr | None, frame: _Frame, *, alone: bool = False) -> Value:
         """Returns what an expression holds of the world outside.
 
         Args:
@@ -516,48 +637,59 @@ class _Flow:
             frame: where it stands.
             alone: whether nothing takes its value.
         """
-        if node is None or isinstance(node, ast.Constant | ast.Lambda):
+        if node is None or isinstance(node, ast.Constant):
             return {}
         if isinstance(node, ast.Call):
             return self._called(node, frame, alone=alone)
-        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-            return self._loaded(node, frame)
-        if isinstance(node, ast.Tuple | ast.List | ast.Dict):
-            return self._parts(node, frame)
-        if isinstance(node, ast.IfExp | ast.BoolOp):
-            return self._choice(node, frame)
-        if isinstance(node, ast.NamedExpr):
-            value = self._eval(node.value, frame)
-            self._assign(node.target, value, frame)
-            return value
-        if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
-            return self._comprehension(node, frame)
+        go = self._expressions.get(type(node))
+        return self._rest(node, frame) if go is None else go(node, frame)
+
+    @functools.cached_property
+    def _expressions(self) -> dict[type, Callable[[Any, _Frame], Value]]:
+        """Return how each kind of expression is gone through."""
+        return {
+            ast.Name: self._loaded, ast.Attribute: self._loaded, ast.Subscript: self._loaded, ast.Lambda: self._reference,
+            ast.Tuple: self._parts, ast.List: self._parts, ast.Dict: self._parts, ast.IfExp: self._choice, ast.BoolOp: self._choice,
+            ast.ListComp: self._comprehension, ast.SetComp: self._comprehension, ast.GeneratorExp: self._comprehension,
+            ast.DictComp: self._comprehension, ast.NamedExpr: self._named, ast.Yield: self._yields, ast.YieldFrom: self._yields,
+        }  # fmt: skip
+
+    def _named(self, node: ast.NamedExpr, frame: _Frame) -> Value:
+        value = self._eval(node.value, frame)
+        self._assign(node.target, value, frame)
+        return value
+
+    def _yields(self, node: ast.Yield | ast.YieldFrom, frame: _Frame) -> Value:
+        add(frame.returned, "", without_files(everything(self._eval(node.value, frame)) | frame.control))
+        return {}
+
+    def _rest(self, node: ast.expr, frame: _Frame) -> Value:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):  # of two dicts
-            return _merged(self._eval(node.left, frame), self._eval(node.right, frame))
-        held = _NONE
+            return merged(self._eval(node.left, frame), self._eval(node.right, frame))
+        held = NONE
         for part in ast.iter_child_nodes(node):
             if isinstance(part, ast.expr):
-                held |= _plain(self._eval(part, frame))
+                held |= plain(self._eval(part, frame))
                 if isinstance(node, ast.BinOp):
                     held |= self._number(part)
         return {"": held} if held else {}
 
-    def _choice(self, node: ast.IfExp | ast.BoolOp, frame: _Frame) -> _Value:
+    def _choice(self, node: ast.IfExp | ast.BoolOp, frame: _Frame) -> Value:
         """Returns what `a if b else c` or `late and sys.exit()` holds; a part runs, or not, by what stands before it."""
-        control, held = frame.control, _NONE
-        found: _Value = {}
+        control, held = frame.control, NONE
+        found: Value = {}
         if isinstance(node, ast.BoolOp):
             for part in node.values:
-                held |= _plain(self._eval(part, frame))
+                held |= plain(self._eval(part, frame))
                 frame.control = control | held
         else:
-            held = _plain(self._eval(node.test, frame))
+            held = plain(self._eval(node.test, frame))
             frame.control = control | held
-            found = _merged(self._eval(node.body, frame), self._eval(node.orelse, frame))
+            found = merged(self._eval(node.body, frame), self._eval(node.orelse, frame))
         frame.control = control
-        return _merged(found, {"": held} if held else {})
+        return merged(found, {"": held} if held else {})
 
-    def _parts(self, node: ast.Tuple | ast.List | ast.Dict, frame: _Frame) -> _Value:
+    def _parts(self, node: ast.Tuple | ast.List | ast.Dict, frame: _Frame) -> Value:
         rows: list[tuple[str, ast.expr]] = (
             [
                 (f"[{key.value!r}]" if isinstance(key, ast.Constant) else "", each)
@@ -566,80 +698,103 @@ class _Flow:
             if isinstance(node, ast.Dict)
             else [(f"[{place}]", each) for place, each in enumerate(node.elts)]
         )
-        found: _Value = {}
+        found: Value = {}
         for name, each in rows:
             for part, held in self._eval(each, frame).items():
-                _add(found, name + part, held)
+                add(found, name + part, held)
         return found
 
-    def _number(self, node: ast.AST) -> _Sources:
+    def _number(self, node: ast.AST) -> Sources:
         """Returns the identity or the hash that a number is made of; one that is only compared or looked up is none."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NUMBERS and node.args:
             of = node.args[0]
             if node.func.id == "id" or not (isinstance(of, ast.Constant) and isinstance(of.value, int)):
                 return frozenset({Source(ast.unparse(node), node.lineno, False, node)})
-        return _NONE
+        return NONE
 
     def _comprehension(
         self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, frame: _Frame
-    ) -> _Value:
+    ) -> Value:
         inner = _Frame(
             frame.scope, dict(frame.names), frame.control, depth=frame.depth, loops=frame.loops, rates=frame.rates
         )
-        held = _NONE
+        held = NONE
         for each in node.generators:
             value = self._eval(each.iter, inner)
             for name in stored([each.target]):
-                inner.names = {path: kept for path, kept in inner.names.items() if _root(path) != name}
+                inner.names = {path: kept for path, kept in inner.names.items() if root(path) != name}
                 if value:
-                    inner.names[name] = _all(value)
+                    inner.names[name] = everything(value)
             for test in each.ifs:
-                held |= _all(self._eval(test, inner))
+                held |= everything(self._eval(test, inner))
         for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
-            held |= _all(self._eval(part, inner))
+            held |= everything(self._eval(part, inner))
         return {"": held} if held else {}
 
-    def _loaded(self, node: ast.Name | ast.Attribute | ast.Subscript, frame: _Frame) -> _Value:
+    def _loaded(self, node: ast.Name | ast.Attribute | ast.Subscript, frame: _Frame) -> Value:
         if isinstance(node, ast.Subscript):
             if "RESTART_COUNT" in ast.unparse(node.slice):
                 return self._asked(ast.Call(node, [], []), node)
-            if not _path(node):
-                index = _all(self._eval(node.slice, frame)) if not isinstance(node.slice, ast.Slice) else _NONE
+            if not path_of(node):
+                index = everything(self._eval(node.slice, frame)) if not isinstance(node.slice, ast.Slice) else NONE
                 if isinstance(node.slice, ast.Slice):
-                    index = _NONE.union(
+                    index = NONE.union(
                         *(
-                            _all(self._eval(each, frame))
+                            everything(self._eval(each, frame))
                             for each in (node.slice.lower, node.slice.upper, node.slice.step)
                         )
                     )
-                held = index | _plain(self._eval(node.value, frame))
-                return {"": held} if held else {}
+                mine = self._eval(node.value, frame)
+                held, functions = index | plain(mine), functions_in(mine)
+                return {part: each for part, each in (("", held), ("()", functions)) if each}
         if isinstance(node, ast.Attribute) and node.attr in self._properties:
             return self._methods_called(node, [], {}, frame)
-        path = _path(node)
+        path = path_of(node)
         if path:
-            return self._value_of(path, frame)
+            return merged(self._value_of(path, frame), self._reference(node, frame))
         if isinstance(node, ast.Attribute):
-            return _part(self._eval(node.value, frame), f".{node.attr}")
+            return part_of(self._eval(node.value, frame), f".{node.attr}")
         return (
-            _part(self._eval(node.value, frame), f"[{ast.unparse(node.slice)}]")
+            part_of(self._eval(node.value, frame), f"[{ast.unparse(node.slice)}]")
             if isinstance(node, ast.Subscript)
             else {}
         )
 
-    def _asked(self, node: ast.Call, place: ast.expr, *, is_file: bool = False) -> _Value:
+    def _reference(self, node: ast.expr, frame: _Frame) -> Value:
+        """Returns what a function would return that is named here, and not called."""
+        apart = _Frame(frame.scope, frame.names, depth=frame.depth, trains=frame.trains)
+        held, whole = NONE, self._whole(node)
+        if whole in _TOLD - {"input"}:
+            held = everything(self._asked(ast.Call(node, [], []), node))
+        elif isinstance(node, ast.Lambda):
+            self._around.setdefault(id(node), frame.scope)
+            held = everything(self._call(node, {}, apart)[0])
+        elif last_name(node) in self._leads:
+            return {}
+        elif isinstance(node, ast.Attribute) and node.attr in self._methods:
+            held = everything(self._methods_called(node, [], {}, apart))
+        elif last_name(node) in self._functions and (isinstance(node, ast.Name) or _may_be_own(whole)):
+            held = NONE.union(
+                *(everything(self._call(each, {}, apart)[0]) for each in self._functions[last_name(node)])
+            )
+        return {"()": held} if held else {}
+
+    def _asked(self, node: ast.Call, place: ast.expr, *, is_file: bool = False) -> Value:
         return {"": frozenset({Source(ast.unparse(place), place.lineno, is_file, node)})}
 
-    def _called(self, node: ast.Call, frame: _Frame, *, alone: bool) -> _Value:
+    def _called(self, node: ast.Call, frame: _Frame, *, alone: bool) -> Value:
         name = last_name(node.func)
         whole = self._whole(node.func)
         given = [self._eval(each.value if isinstance(each, ast.Starred) else each, frame) for each in node.args]
         words = {word.arg or "**": self._eval(word.value, frame) for word in node.keywords}
-        passed = _NONE.union(*(_plain(value) for value in (*given, *words.values())))
+        functions = NONE.union(*(functions_in(value) for value in (*given, *words.values())))
+        passed = functions.union(*(plain(value) for value in (*given, *words.values())))
         self._judge(node, name, whole, passed, frame)
+        for target, value in stores(node):
+            self._assign(target, merged(self._value_of(path_of(target), frame), self._eval(value, frame)), frame)
         if name == "update" and isinstance(node.func, ast.Attribute):
             self._sink(self._rates_set(node, given, words, frame), node)
-        if whole in _TOLD or (whole in ("random.seed", "torch.seed") and not node.args):
+        if whole in _TOLD or (whole in (*_UNSEEDED, "random.seed", "torch.seed") and not node.args):
             return self._asked(node, node)
         if whole in _OF_FILES or (
             name in _FILE_METHODS and isinstance(node.func, ast.Attribute) and not whole and not alone
@@ -647,49 +802,127 @@ class _Flow:
             return self._asked(node, node, is_file=True)
         if "RESTART_COUNT" in "".join(ast.unparse(each) for each in node.args[:1] if isinstance(each, ast.Constant)):
             return self._asked(node, node)
+        if name in _KEYED:
+            return functools.reduce(merged, given, _keyed(_KEYED[name], words))
         if name in _QUIET and isinstance(node.func, ast.Name):
             return {}
-        if name in self._functions and (isinstance(node.func, ast.Name) or _may_be_own(whole)):
-            found: _Value = {}
-            for function in self._functions[name]:
-                found = _merged(found, self._call(function, self._bound(function, given, words, own=False), frame)[0])
-            return found
-        if isinstance(node.func, ast.Attribute) and node.func.attr in self._methods:
-            found = self._methods_called(node.func, given, words, frame)
-            return _merged(found, self._passes(node, passed, frame, alone=alone, known=True))
-        return self._passes(node, passed, frame, alone=alone, known=False)
+        return self._returned(node, given, words, passed, functions, frame, alone=alone)
 
-    def _passes(self, node: ast.Call, passed: _Sources, frame: _Frame, *, alone: bool, known: bool) -> _Value:
+    def _returned(
+        self,
+        node: ast.Call,
+        given: Sequence[Value],
+        words: dict[str, Value],
+        passed: Sources,
+        functions: Sources,
+        frame: _Frame,
+        *,
+        alone: bool,
+    ) -> Value:
+        """Returns what comes of a call: by what its name was given, by a function, a class or methods of the script, or by another."""
+        name, whole = last_name(node.func), self._whole(node.func)
+        if isinstance(node.func, ast.Name | ast.Attribute):
+            path = path_of(node.func)
+            own = self._value_of(path, frame).get("()", NONE) if path else NONE
+        else:
+            own = everything(self._eval(node.func, frame))
+        found: Value = {"": own} if own else {}
+        if name in self._functions and (isinstance(node.func, ast.Name) or _may_be_own(whole)):
+            for function in self._functions[name]:
+                found = merged(found, self._call(function, self._bound(function, given, words, own=False), frame)[0])
+            return found
+        if name in self._classes and (isinstance(node.func, ast.Name) or _may_be_own(whole)):
+            return merged(found, self._new(self._classes[name], given, words, passed, frame))
+        found = merged(found, self._special(node.func, ("__call__",), frame, given, words))
+        if isinstance(node.func, ast.Attribute) and node.func.attr in self._methods:
+            found = merged(found, self._methods_called(node.func, given, words, frame))
+            return merged(found, self._passes(node, passed, functions, frame, alone=alone, known=True))
+        return merged(found, self._passes(node, passed, functions, frame, alone=alone, known=False))
+
+    def _of_class(self, kind: ast.ClassDef | None, names: Sequence[str]) -> list[Function]:
+        """Returns the methods of these names that a class of the script has, or one that it is made from."""
+        if kind is None:
+            return []
+        found = [part for part in kind.body if isinstance(part, Function) and part.name in names]
+        bases = [self._classes.get(last_name(base)) for base in kind.bases]
+        return found or [part for base in bases if base is not kind for part in self._of_class(base, names)]
+
+    def _new(
+        self, kind: ast.ClassDef, given: Sequence[Value], words: dict[str, Value], passed: Sources, frame: _Frame
+    ) -> Value:
+        """Returns what an object of a class holds that is made."""
+        found: Value = {f".{word}{part}": held for word, value in words.items() for part, held in value.items()}
+        inits = self._of_class(kind, ("__init__",))
+        if not inits:
+            return merged(found, {"": passed} if passed else {})
+        names = self._call(inits[0], self._bound(inits[0], given, words, own=True), frame)[1]
+        first = inits[0].args.args[0].arg if inits[0].args.args else ""
+        found = {held[len(first) :]: sources for held, sources in names.items() if is_part(held, first)}
+        handed = (node for node in ast.walk(inits[0]) if isinstance(node, ast.Call) and (node.args or node.keywords))
+        return merged(
+            found, {"": passed} if passed and any(last_name(each.func) == "__init__" for each in handed) else {}
+        )
+
+    def _special(
+        self,
+        of: ast.expr,
+        names: Sequence[str],
+        frame: _Frame,
+        given: Sequence[Value] = (),
+        words: dict[str, Value] | None = None,
+    ) -> Value:
+        """Returns what methods return that Python calls by itself, of an object that is made here, or that a name was given."""
+        made = last_name(of.func) if isinstance(of, ast.Call) else self._made.get(last_name(of), "")
+        mine, found = self._value_of(path_of(of), frame), Value()
+        for method in self._of_class(self._classes.get(made), names):
+            bound = self._bound(method, given, words or {}, own=True)
+            if method.args.args:
+                bound[method.args.args[0].arg] = {part: held for part, held in mine.items() if part}
+            found = merged(found, self._call(method, bound, frame)[0])
+        return found
+
+    def _passes(
+        self, node: ast.Call, passed: Sources, functions: Sources, frame: _Frame, *, alone: bool, known: bool
+    ) -> Value:
         """Returns what a function that nobody knows makes of what it is given; its object keeps that, if nothing takes it."""
-        held = passed
+        held, name = passed, last_name(node.func)
         if isinstance(node.func, ast.Attribute):
-            path = _path(node.func.value)
+            path = path_of(node.func.value)
             mine = self._eval(node.func.value, frame)
+            functions |= mine.get("()", NONE) | part_of(mine, f".{name}").get("()", NONE)
             if not known:
-                named = node.args[0] if node.func.attr in ("get", "pop", "setdefault") and node.args else None
-                held |= _all(_part(mine, f"[{named.value!r}]")) if isinstance(named, ast.Constant) else _plain(mine)
-            kept = passed | (
-                frame.control if alone and node.func.attr in ("append", "add", "update", "extend") else _NONE
-            )
-            if alone and kept and path and _root(path) not in self._imports and not known and path != "self":
-                self._set(path, {"": kept}, frame, weak=True)
+                named = node.args[0] if name in ("get", "pop", "setdefault") and node.args else None
+                held |= (
+                    everything(part_of(mine, f"[{named.value!r}]"))
+                    if isinstance(named, ast.Constant)
+                    else plain(mine) | functions_in(mine)
+                )
+            kept = passed | (frame.control if alone and name in _TELLS else NONE)
+            if alone and kept and path and root(path) not in self._imports and not known and path != "self":
+                self._set(path, {"": kept, **({"()": functions} if functions else {})}, frame, weak=True)
+            if name in _NOTHING:
+                return {}
         elif isinstance(node.func, ast.Name):
             mine = self._value_of(node.func.id, frame) if node.func.id != "self" else {}
-            held |= _all(mine)
-        return {"": held} if held and not known else {}
+            held |= everything(mine)
+        if known:
+            return {}
+        return {part: each for part, each in (("", held), ("()", functions)) if each}
 
-    def _judge(self, node: ast.Call, name: str, whole: str, passed: _Sources, frame: _Frame) -> None:
+    def _judge(self, node: ast.Call, name: str, whole: str, passed: Sources, frame: _Frame) -> None:
         """Looks at a call that trains."""
-        own = _NONE
-        path = _path(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        own = NONE
+        path = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         if isinstance(node.func, ast.Attribute) and name == "backward":
-            own = _all(self._eval(node.func.value, frame)) | passed | frame.control
+            own = everything(self._eval(node.func.value, frame)) | passed | frame.control
         elif (
             isinstance(node.func, ast.Attribute)
             and name == "step"
             and not any(word in path.lower() for word in _NO_TRAINER)
         ):
             own = passed | frame.control
+            if any(word in path.lower() for word in _TRAINERS):
+                own |= everything(self._value_of(path, frame))
         elif name in _SEEDS:
             own = passed | frame.control
             for each in node.args:
@@ -699,93 +932,131 @@ class _Flow:
         elif name == "load_state_dict" or self._is_exit(node):
             own = frame.control
         elif name.startswith("clip_grad") or (
-            name.endswith("_") and name[:1] != "_" and (path.endswith((".data", ".grad")) or _root(path) in frame.rates)
+            name.endswith("_") and name[:1] != "_" and (path.endswith((".data", ".grad")) or root(path) in frame.rates)
         ):
             own = passed
         self._sink(own, node)
 
-    def _rates_set(self, node: ast.Call, given: Sequence[_Value], words: dict[str, _Value], frame: _Frame) -> _Sources:
+    def _rates_set(self, node: ast.Call, given: Sequence[Value], words: dict[str, Value], frame: _Frame) -> Sources:
         """Returns where the hyperparameters come from that an `update` sets: those of its text, and of a group whatever it is given."""
         assert isinstance(node.func, ast.Attribute)
-        path = _path(node.func.value)
-        own = _NONE.union(*(_all(words[name]) for name in _RATES & words.keys()))
-        own |= _NONE.union(
-            *(_all(_part(value, f"[{name!r}]")) for value in given for name in _RATES if "" not in value)
+        path = path_of(node.func.value)
+        own = NONE.union(*(everything(words[name]) for name in _RATES & words.keys()))
+        own |= NONE.union(
+            *(everything(part_of(value, f"[{name!r}]")) for value in given for name in _RATES if "" not in value)
         )
-        if "group" in path or _root(path) in frame.rates:
-            own |= _NONE.union(*(_plain(value) for value in (*given, words.get("**", {}))))
+        if "group" in path or root(path) in frame.rates:
+            own |= NONE.union(*(plain(value) for value in (*given, words.get("**", {}))))
         return own
 
     def _methods_called(
-        self, func: ast.Attribute, given: Sequence[_Value], words: dict[str, _Value], frame: _Frame
-    ) -> _Value:
+        self, func: ast.Attribute, given: Sequence[Value], words: dict[str, Value], frame: _Frame
+    ) -> Value:
         """Returns what methods of this name return; what they set in their object is set in this one."""
-        path = _path(func.value)
+        path = path_of(func.value)
         mine = self._value_of(path, frame) if path else self._eval(func.value, frame)
-        found: _Value = {}
+        found: Value = {}
         for method in self._methods[func.attr]:
             bound = self._bound(method, given, words, own=True)
             first = method.args.args[0].arg if isinstance(method, Function) and method.args.args else ""
             if first:
                 bound[first] = {part: held for part, held in mine.items() if part}
             value, names = self._call(method, bound, frame)
-            found = _merged(found, value)
+            found = merged(found, value)
             if first and path:
                 for held, sources in names.items():
-                    if _is_part(held, first):
+                    if is_part(held, first):
                         self._set(path + held[len(first) :], {"": sources}, frame, weak=True)
         return found
 
     def _bound(
-        self, function: ast.AST, given: Sequence[_Value], words: dict[str, _Value], *, own: bool
-    ) -> dict[str, _Value]:
+        self, function: ast.AST, given: Sequence[Value], words: dict[str, Value], *, own: bool
+    ) -> dict[str, Value]:
         """Returns what each parameter of a function is given."""
         assert isinstance(function, Function | ast.Lambda)
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
-        bound: dict[str, _Value] = {}
+        bound: dict[str, Value] = {}
         for place, value in enumerate(given):
             at = place + own
             if at < len(names):
                 bound[names[at]] = value
             elif function.args.vararg is not None and value:
-                bound[function.args.vararg.arg] = _merged(bound.get(function.args.vararg.arg, {}), {"": _all(value)})
+                bound[function.args.vararg.arg] = merged(
+                    bound.get(function.args.vararg.arg, {}), {"": everything(value)}
+                )
         for name, value in words.items():
             if name in names or any(name == each.arg for each in function.args.kwonlyargs):
                 bound[name] = value
             elif function.args.kwarg is not None and value:
-                bound[function.args.kwarg.arg] = _merged(
-                    bound.get(function.args.kwarg.arg, {}), {f"[{name!r}]" if name != "**" else "": _all(value)}
+                bound[function.args.kwarg.arg] = merged(
+                    bound.get(function.args.kwarg.arg, {}), {f"[{name!r}]" if name != "**" else "": everything(value)}
                 )
         return bound
 
-    def _call(self, function: ast.AST, bound: dict[str, _Value], frame: _Frame) -> tuple[_Value, dict[str, _Sources]]:
+    def _call(self, function: ast.AST, bound: dict[str, Value], frame: _Frame) -> tuple[Value, dict[str, Sources]]:
         """Returns what a function returns, and what its names hold at its end."""
         names = {name + part: held for name, value in bound.items() for part, held in value.items()}
-        key = (id(function), frozenset(names.items()), frame.control)
+        trains = frame.trains or any(id(loop) in self._training for loop in frame.loops)
+        key = (id(function), frozenset(names.items()), frame.control, trains)
         if key in self._memo:
             return self._memo[key]
         self._calls += 1
         if id(function) in self._running or frame.depth >= _MAX_DEPTH or self._calls > _MAX_CALLS:
             return {}, {}
         self._running.add(id(function))
-        inner = _Frame(function, dict(names), frame.control, depth=frame.depth + 1)
+        inner = _Frame(function, {}, frame.control, depth=frame.depth + 1, trains=trains)
+        inner.names = {**self._defaults(function, bound, inner), **names}
         if isinstance(function, ast.Lambda):
-            inner.returned = self._eval(function.body, inner)
+            inner.returned = self._eval(function.body, inner, alone=bool(frame.control))
         elif isinstance(function, Function):
             self._block(function.body, inner)
         self._running.discard(id(function))
         self._memo[key] = inner.returned, inner.names
         return self._memo[key]
 
+    def _defaults(self, function: ast.AST, bound: dict[str, Value], frame: _Frame) -> dict[str, Sources]:
+        """Returns what parameters hold that are not given."""
+        assert isinstance(function, Function | ast.Lambda)
+        args = [*function.args.posonlyargs, *function.args.args]
+        first = len(args) - len(function.args.defaults)
+        rows = (
+            *zip(args[first:], function.args.defaults, strict=True),
+            *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True),
+        )
+        home = self._around.get(id(function), self._tree)
+        outer = _Frame(home, self._free.get(id(home), {}), depth=frame.depth)
+        return {
+            each.arg + part: held
+            for each, value in rows
+            if each.arg not in bound
+            for part, held in self._eval(value, outer).items()
+        }
 
-def _before(scope: ast.AST, loop: ast.AST) -> Iterator[ast.stmt]:
-    """Yields the statements that give something to a name, of a script or a function, above a loop."""
-    for statement in getattr(scope, "body", ()):
-        if any(node is loop for node in ast.walk(statement)):
-            return
-        calls = [last_name(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and all(name in _PLAIN for name in calls):
-            yield statement
+
+def _before(scope: ast.AST, loop: ast.AST) -> Iterator[tuple[ast.stmt, bool]]:
+    """Yields the statements of a script or a function above a loop, and whether they plainly give something to a name."""
+    for name in ("body", "orelse", "finalbody"):
+        for statement in getattr(scope, name, ()):
+            if any(node is loop for node in ast.walk(statement)):
+                if isinstance(statement, ast.If | ast.With | ast.Try):
+                    yield from _before(statement, loop)
+                return
+            calls = [last_name(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
+            if isinstance(statement, ast.Assign | ast.AnnAssign):
+                yield statement, all(name in _PLAIN for name in calls)
+            elif isinstance(statement, ast.Expr | ast.If | ast.With | ast.Try):
+                yield statement, False
+
+
+def _keyed(form: str, words: dict[str, Value]) -> Value:
+    """Returns what an object holds that is made of names."""
+    rows = ((form.format(word) if word != "**" else "", value) for word, value in words.items())
+    return {at + part: held for at, value in rows for part, held in value.items()}
+
+
+def _is_zero(node: ast.Call) -> bool:
+    """Tell whether an alarm is taken back."""
+    return any(isinstance(part, ast.Constant) and part.value == 0 for part in node.args)
 
 
 def _may_be_own(whole: str) -> bool:
@@ -799,62 +1070,3 @@ def _leaves(node: ast.If) -> bool:
         for block in (node.body, node.orelse)
         if block
     )
-
-
-def _path(node: ast.AST) -> str:
-    """Returns `a.b['c']` of what is written so; empty if it is something else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        base = _path(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        base = _path(node.value)
-        return f"{base}[{node.slice.value!r}]" if base else ""
-    return ""
-
-
-def _root(path: str) -> str:
-    return path.replace("[", ".").partition(".")[0]
-
-
-def _is_part(path: str, of: str) -> bool:
-    return path.startswith(of) and path[len(of) : len(of) + 1] in (".", "[")
-
-
-def _all(value: _Value) -> _Sources:
-    return _NONE.union(*value.values())
-
-
-def _part(value: _Value, name: str) -> _Value:
-    """Returns what a part of a value holds."""
-    found: _Value = {}
-    for part, sources in value.items():
-        if not part or part == name:
-            _add(found, "", sources)
-        elif _is_part(part, name):
-            _add(found, part[len(name) :], sources)
-    return found
-
-
-def _plain(value: _Value) -> _Sources:
-    """Returns what a value is made of; not what lies in it under a name: who takes a part of it mostly takes another."""
-    return _NONE.union(
-        *(sources for part, sources in value.items() if not part or (part[0] == "[" and part[1] not in "'\""))
-    )
-
-
-def _merged(one: _Value, other: _Value) -> _Value:
-    found = dict(one)
-    for part, sources in other.items():
-        _add(found, part, sources)
-    return found
-
-
-def _add(found: dict[str, _Sources], part: str, sources: _Sources) -> None:
-    if sources:
-        found[part] = found.get(part, _NONE) | sources
-
-
-def _without_files(sources: _Sources) -> _Sources:
-    return frozenset(source for source in sources if not source.is_file)

@@ -79,13 +79,51 @@ def own(scope: Scope) -> Iterator[ast.AST]:
 def keeps_names(function: Function) -> int:
     """Returns the line in which a function may keep what `locals()` gave, or hand it on; 0 if it only reads it there and then."""
     calls = [node for node in own(function) if isinstance(node, ast.Call)]
-    read = {id(part) for node in own(function) for part in _read_at_once(node)}
-    read |= {id(call.func.value) for call in calls if isinstance(call.func, ast.Attribute) and _is_copy(call, read)}
     scopes = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("locals", "vars")]
-    kept: list[ast.expr] = [call for call in scopes if not call.args]
-    kept += [node for node in own(function) if isinstance(node, ast.Attribute) and node.attr == "f_locals"]
-    kept += [call for call in calls if "getargvalues" in (getattr(call.func, "attr", ""), getattr(call.func, "id", ""))]
+    read = _read_in(function)
+    kept = [*(call for call in scopes if not call.args), *_of_frames(function)]
     return next((node.lineno for node in kept if id(node) not in read), 0)
+
+
+def keeps_names_of_others(function: Function) -> int:
+    """Returns the line in which a function may keep, beyond its end, the names of one that called it; 0 if it does not."""
+    read, kept = _read_in(function), _of_frames(function)
+    ids = {id(node) for node in kept}
+    nodes = list(own(function))
+    open_names = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    for node in (each for each in nodes if isinstance(each, ast.Assign) and id(each.value) in ids):
+        names = stored([node])
+        parts = [part for target in node.targets for part in ast.walk(target)]
+        if not names & open_names and all(
+            isinstance(part, ast.Name | ast.Tuple | ast.Starred | ast.expr_context) for part in parts
+        ):
+            read.add(id(node.value))
+            loads = (
+                each for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+            )
+            kept += [each for each in loads if each.id in names]
+    return next((node.lineno for node in kept if id(node) not in read), 0)
+
+
+def _of_frames(function: Function) -> list[ast.expr]:
+    """Returns what asks a frame for its names."""
+    found: list[ast.expr] = [
+        node for node in own(function) if isinstance(node, ast.Attribute) and node.attr == "f_locals"
+    ]
+    calls = (node for node in own(function) if isinstance(node, ast.Call))
+    return [
+        *found,
+        *(call for call in calls if "getargvalues" in (getattr(call.func, "attr", ""), getattr(call.func, "id", ""))),
+    ]
+
+
+def _read_in(function: Function) -> set[int]:
+    """Returns the `id` of what a function keeps nothing of."""
+    read = {id(part) for node in own(function) for part in _read_at_once(node)}
+    calls = (node for node in own(function) if isinstance(node, ast.Call))
+    return read | {
+        id(call.func.value) for call in calls if isinstance(call.func, ast.Attribute) and _is_copy(call, read)
+    }
 
 
 def _read_at_once(node: ast.AST) -> Iterator[ast.AST | None]:

@@ -27,6 +27,8 @@ _UNHELD = 3
 IS_SHARED = sys.version_info < (3, 13)
 # Words by which a function may come to the dict of its names.
 _SCOPES = {"locals", "vars", "f_locals", "getargvalues"}
+# Words by which one may come to the names of a function that called it.
+_OF_FRAMES = ("f_locals", "getargvalues")
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
@@ -77,15 +79,19 @@ def own(frame: FrameType) -> Mapping[str, Any]:
 def keeps_names(frame: FrameType) -> int:
     """Returns the line in which a function may keep what `locals()` returned, which a look at its names would add names to; 0 if it does not."""
     code = frame.f_code
-    if not (IS_SHARED and code.co_flags & inspect.CO_OPTIMIZED and _SCOPES & {*code.co_names}):
+    if not (IS_SHARED and code.co_flags & inspect.CO_OPTIMIZED):
+        return 0
+    source, own_words = text(frame), _SCOPES & {*code.co_names}
+    if not own_words and not any(word in source for word in _OF_FRAMES):
         return 0
     try:
-        tree = ast.parse(text(frame))
+        tree = ast.parse(source)
     except SyntaxError:
         return code.co_firstlineno
-    found = [node for node in ast.walk(tree) if isinstance(node, name_flow.Function) and node.name == code.co_name]
-    lines = [name_flow.keeps_names(node) for node in found] or [code.co_firstlineno]  # a lambda
-    return max(lines)
+    functions = [node for node in ast.walk(tree) if isinstance(node, name_flow.Function)]
+    found = [name_flow.keeps_names(node) for node in functions if own_words and node.name == code.co_name]
+    lines = found or ([code.co_firstlineno] if own_words else [])  # a lambda
+    return max([*lines, *map(name_flow.keeps_names_of_others, functions)], default=0)
 
 
 def _leads_to_caller(frame: FrameType) -> bool:

@@ -44,6 +44,7 @@ from holdfast.checkpoint.usage.name_flow import (
     Reader,
     Scope,
     keeps_names,
+    keeps_names_of_others,
     loaded,
     own,
     stored,
@@ -170,7 +171,7 @@ def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
             isinstance(node, Function)
             and (line := keeps_names(node))
             and (is_drawn(node) or calls.leads_to(node, loops))
-        ):
+        ) or (isinstance(node, Function) and (line := keeps_names_of_others(node))):
             return kept_names(line)
     known = Functions(tree)
     inner = [[other for other in loops if other is not loop and calls.reaches(loop, other)] for loop in loops]
@@ -255,8 +256,8 @@ def is_drawn(function: Function) -> bool:
 def kept_names(line: int) -> str:
     """Returns why a script is not kept whose function keeps its own names."""
     return (
-        f"line {line} may keep what locals() returns, which a look at the loop would add names to before Python 3.13: give it a copy, "
-        f"dict(locals())"
+        f"line {line} may keep what locals() returns, or the f_locals of a frame, which a look at the loop would add names to before Python 3.13: "
+        f"give it a copy, dict(locals())"
     )
 
 
