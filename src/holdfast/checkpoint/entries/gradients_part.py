@@ -210,11 +210,7 @@ class GradientsPart(TransientPart):
                 if key in named
             ]
         )
-        # Written to once, and not by being cleared, since a step before the last report: what that step has used is still in it.
-        for key in [key for key in lives - cleared - self._uncleared if self._is_next(key, looks[key])]:
-            steps = any(id(optimizer) in stepped for optimizer in self._optimizers() if _steps(optimizer, key))
-            if not steps and not living_gradients.is_zero(parameters[key]):
-                self._found_uncleared(key)
+        self._look_at_left({key: parameters[key] for key in lives - cleared if self._is_next(key, looks[key])}, stepped)
         for number, (key, parameter) in enumerate(parameters.items()):
             grad, name = grads.get(key), self._names.get(key)
             if key in cleared and name is not None:
@@ -351,6 +347,13 @@ class GradientsPart(TransientPart):
             if parameter.grad is None and key in self._names and (self._names[key] in named) != all_but:
                 living_gradients.put_zero(parameter)
         self.note()
+
+    def _look_at_left(self, written: Mapping[int, torch.Tensor], stepped: set[int]) -> None:
+        """Looks at gradients that were written to once since a step used them: of those that no optimizer steps now that is still in them."""
+        for key in written.keys() - self._uncleared:
+            steps = any(id(optimizer) in stepped for optimizer in self._optimizers() if _steps(optimizer, key))
+            if not steps and not living_gradients.is_zero(written[key]):
+                self._found_uncleared(key)
 
     def _is_made(self, parameter: torch.Tensor, seen: _Seen) -> bool:
         """Tell whether a backward pass has made a gradient that another step has not used: it wrote to none that was there.
