@@ -5,6 +5,7 @@ Whoever turns an error into another one, or goes on without it, asks this first:
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal.getsignal` passes over a ValueError, which may be a handler's
 import functools
 import inspect
 import signal
@@ -63,8 +64,8 @@ def is_of_a_handler(frame: FrameType, handlers: set[CodeType | None]) -> bool:
 
 def handler_codes() -> set[CodeType | None]:
     """Returns the code of each signal's handler."""
-    # Not of `valid_signals()`, which takes as long again.
-    return {_code(signal.getsignal(number)) for number in range(1, signal.NSIG)} - {None}
+    # Of `range`, for `valid_signals()` takes longer.
+    return {_code(_signal.getsignal(number)) for number in range(1, signal.NSIG)} - {None}
 
 
 def _code(handler: Any) -> CodeType | None:
