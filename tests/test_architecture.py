@@ -81,6 +81,39 @@ MAY_TOUCH_ENVIRONMENT = {
     "elastic/worker/torch_environment.py",
 }  # fmt: skip
 
+# Where what a signal's handler raises has to come through: what saves, restores and ends a run, in the thread of the script.
+KEEPS_HANDLERS_ERRORS = ("base/", "tiers/", "checkpoint/", "keeper/rpc/")
+# Of the start of a program, of the keeper or of another command.
+BESIDE_A_RUN = {
+    "base/config.py", "base/standard_streams.py", "checkpoint/dry_run.py", "checkpoint/pipeline/schedule_actions.py",
+    "keeper/rpc/listener.py", "keeper/rpc/server.py", "keeper/rpc/thread_pool.py", "tiers/memory/page_populate.py",
+}  # fmt: skip
+# What handlers raise by custom, and the classes above.
+RAISED_BY_HANDLERS = {
+    "BaseException", "Exception", "OSError", "REFUSALS", "RuntimeError", "SystemExit", "KeyboardInterrupt", "TimeoutError", "ValueError",
+}  # fmt: skip
+# They ask memory, and nothing that takes time.
+TAKES_NO_TIME = {"binary", "bool", "dict", "float", "int", "list", "remove", "repr", "str", "type"}
+OF_A_THREAD, OF_THE_KEEPER = "another thread, where no handler runs", "the keeper's"
+ASKS_NO_HANDLER = {
+    "checkpoint/capture/optimizer_fence.py: Fence._run": OF_A_THREAD,
+    "checkpoint/job/collectives.py: _attempt": "`together` asks, once the other ranks know",
+    "checkpoint/job/keeper_link.py: KeeperLink._mend": OF_A_THREAD,
+    "checkpoint/job/slot_reservation.py: Reservation.run": OF_A_THREAD,
+    "checkpoint/job/slot_reservation.py: Reservation.widen": OF_A_THREAD,
+    "checkpoint/save/durable_tracker.py: DurableTracker._tell": OF_A_THREAD,
+    "checkpoint/save/extra_places.py: ExtraPlaces._copy": OF_A_THREAD,
+    "checkpoint/usage/replay_check.py: SelfCheck.begin": "a child of the script's that ends there",
+    "keeper/rpc/caller.py: Caller._read": OF_A_THREAD,
+    "keeper/rpc/spawn.py: _lock_within.wait": OF_A_THREAD,
+    "tiers/backends/parallel_streams.py: Streams._do": "whoever waits for it raises it",
+    "tiers/backends/parallel_streams.py: Streams._join": "it is raised behind the loop",
+    "tiers/storage/read_limit.py: ReadLimit.run.do": "whoever waits for it raises it",
+    "tiers/wire/frames.py: accept": OF_THE_KEEPER,
+    "tiers/wire/tcp.py: listen": OF_THE_KEEPER,
+    "tiers/wire/tcp.py: take": OF_THE_KEEPER,
+}
+
 
 @dataclass(frozen=True)
 class Import:
@@ -627,6 +660,85 @@ def test_no_file_names_the_machine_it_was_written_on() -> None:
         if pattern.search(line)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_who_goes_on_without_an_error_asks_whether_a_signals_handler_raised_it() -> None:
+    """By `pass_on` or `forgive`. Not asked: who raises the error again, what takes no time, and threads without handlers."""
+    open_ones, quiet = [], set()
+    for path in files():
+        if label(path).startswith(KEEPS_HANDLERS_ERRORS) and label(path) not in BESIDE_A_RUN:
+            for function, line in swallowed(path):
+                name = f"{label(path)}: {function}"
+                quiet.add(name)
+                if name not in ASKS_NO_HANDLER:
+                    open_ones.append(f"{name}, line {line}")
+            # It passes a ValueError over.
+            open_ones += [f"{label(path)}: {name}" for name, _ in calls(path) if name.endswith(".is_relative_to")]
+    assert not open_ones, "\n".join(open_ones)
+    assert not ASKS_NO_HANDLER.keys() - quiet, "these have nothing to excuse"
+
+
+def swallowed(path: Path) -> Iterator[tuple[str, int]]:
+    """Where errors as handlers raise them are made into others, or passed over: function and line."""
+    for name, function in functions(path):
+        for node in _of_function(function):
+            if isinstance(node, ast.Try) and not _takes_no_time(node.body):
+                yield from ((name, each.lineno) for each in node.handlers if _names(each.type) and not _is_told(each))
+            elif isinstance(node, ast.With) and not _takes_no_time(node.body):
+                calls = [each.context_expr for each in node.items if isinstance(each.context_expr, ast.Call)]
+                yield from (
+                    (name, node.lineno) for call in calls if called(call) == "suppress" and any(map(_names, call.args))
+                )
+
+
+def _of_function(function: ast.AST) -> Iterator[ast.AST]:
+    """Its nodes without those of functions in it."""
+    for child in ast.iter_child_nodes(function):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from _of_function(child)
+
+
+def _names(kind: ast.expr | None) -> bool:
+    """Whether a class is named that handlers raise; nothing names all."""
+    return kind is None or any(isinstance(each, ast.Name) and each.id in RAISED_BY_HANDLERS for each in ast.walk(kind))
+
+
+def _takes_no_time(body: list[ast.stmt]) -> bool:
+    calls = {called(each) for statement in body for each in ast.walk(statement) if isinstance(each, ast.Call)}
+    loops = any(isinstance(each, ast.For | ast.While) for statement in body for each in ast.walk(statement))
+    return not loops and calls <= TAKES_NO_TIME
+
+
+def _is_told(handler: ast.ExceptHandler) -> bool:
+    """Whether an `except` raises its error again, all but what it asks for, or hands it to who raises a handler's."""
+    raised = [each for each in ast.walk(handler) if isinstance(each, ast.Raise)]
+    if any(each.exc is None or (isinstance(each.exc, ast.Name) and each.exc.id == handler.name) for each in raised):
+        return True
+    calls = {called(each) for each in ast.walk(handler) if isinstance(each, ast.Call)}
+    return not calls.isdisjoint(_tellers())
+
+
+def called(call: ast.Call) -> str:
+    """The last part of the name that is called."""
+    return ast.unparse(call.func).rsplit(".", 1)[-1]
+
+
+@functools.cache
+def _tellers() -> frozenset[str]:
+    """`pass_on`, and what calls it with an error that it is given."""
+    found = {"pass_on", "of_a_handler"}
+    for path in files():
+        for name, function in functions(path):
+            given = {each.arg for each in function.args.args}
+            for each in ast.walk(function):
+                if (
+                    isinstance(each, ast.Call)
+                    and called(each) == "pass_on"
+                    and given & set(map(ast.unparse, each.args))
+                ):
+                    found.add(name.rsplit(".", 1)[-1])
+    return frozenset(found)
 
 
 def test_promises_name_tests_that_exist() -> None:

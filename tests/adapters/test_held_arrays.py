@@ -66,12 +66,12 @@ def test_who_shares_memory_is_found() -> None:
         "part": base[:2], "other part": base[6:], "alone": alone, "row": array[1:], "seen through torch": torch.from_numpy(array),
     }  # fmt: skip
     spans = {name: held_arrays.span(value) for name, value in held.items()}
-    assert held_arrays.overlapping(spans, []) == {
+    assert held_arrays.overlapping(spans.items(), []) == {
         "part": "other part", "other part": "part", "row": "seen through torch", "seen through torch": "row",
     }  # fmt: skip
     mine = {"alone": spans["alone"]}
-    assert held_arrays.overlapping(mine, [(held_arrays.span(alone), "a name")]) == {"alone": "a name"}
-    assert held_arrays.overlapping(mine, [(spans["part"], "part"), (spans["row"], "row")]) == {}
+    assert held_arrays.overlapping(mine.items(), [(held_arrays.span(alone), "a name")]) == {"alone": "a name"}
+    assert held_arrays.overlapping(mine.items(), [(spans["part"], "part"), (spans["row"], "row")]) == {}
 
 
 def test_memory_that_other_processes_see_is_found() -> None:

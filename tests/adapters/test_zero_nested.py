@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import forked
+from adapters.growing_zoo import GROWING
 from adapters.nested_zoo import CASES, KEPT, Case
 from adapters.staying_zoo import STAYING
 from holdfast.adapters.zero_lines.files_read_back import FileWatch
@@ -35,12 +36,14 @@ SAMPLE = {
     "weights that are read from a path that the time of the start names": "2,3", "pipe that is written and read": "0,4",
     "weights that a function reads where the time of the start says": "2,3",
     "weights that a function writes where the time of the start says": "2,3", "batches of another size from one on": "1,4", "directory of another start that is gone": "2,3", "name that nobody can see to be drawn": "2,3",
+    "pictures of a generator": "2,3", "predictions of an epoch, put together": "2,3", "views of a buffer that is written": "0,4",
+    "what is drawn by how many numbers are there": "2,3", "tensor of a list that has a name too": "2,3",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3",
-    "workers that stay, in a class": "1,0",
+    "workers that stay, in a class": "1,0", "history of tensors": "2,3",
 }  # fmt: skip
-ALL = {**CASES, **STAYING}
+ALL = {**CASES, **STAYING, **GROWING}
 
 
 def live(
@@ -181,5 +184,5 @@ def test_with_a_keeper_loops_in_loops_are_the_same(name: str, tmp_path: Path) ->
 
 
 def test_the_samples_are_of_the_zoo() -> None:
-    assert len(ALL) == len(CASES) + len(STAYING) >= 70
+    assert len(ALL) == len(CASES) + len(STAYING) + len(GROWING) >= 70
     assert all(kill in ALL[name].kills for name, kill in (*SAMPLE.items(), *WITH_A_KEEPER.items()))

@@ -367,7 +367,7 @@ CASES: dict[str, Case] = {
         body="if step == 3: args.phase = P.B", scale="args.phase.value",
     ),
     "rare change that cannot be carried": Case(
-        "args.t", pre="args = argparse.Namespace(t=[torch.ones(2)])", body="if step == 7: args.t[0].mul_(2)", scale="args.t[0].sum()", when=8
+        "args.t", pre="args = argparse.Namespace(t=[torch.ones(2), torch.ones(2, 2).t()])", body="if step == 7: args.t[0].mul_(2)", scale="args.t[0].sum()", when=8
     ),
     "rare change of a constant": Case(
         pre="args = argparse.Namespace(scale=1.0)", body="if step == 4: args.scale = 0.5", scale="args.scale", shown="args"
@@ -411,7 +411,7 @@ CASES: dict[str, Case] = {
     "counter": Case(pre="c = collections.Counter()", body="c.update([step % 3])", scale="(1 + c[0])", shown="c"),
     "set": Case(pre="c = {1}", body="c.add(step)", scale="len(c)", shown="sorted(c)"),
     "list of tensors that grows": Case(
-        "kept_losses", pre="kept_losses = []", body="kept_losses.append(loss.detach())", scale="(1 + len(kept_losses))"
+        pre="kept_losses = []", body="kept_losses.append(loss.detach())", scale="(1 + len(kept_losses))"
     ),
     "averaged weights in a dict": Case(
         pre="ema = {k: v.clone() for k, v in model.state_dict().items()}",

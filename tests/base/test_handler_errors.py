@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from holdfast.base.events import Events
-from holdfast.base.handler_errors import of_a_handler, pass_on
-from kit.strikes import Strike
+from holdfast.base.handler_errors import forgive, of_a_handler, pass_on
+from kit.strikes import Strike, called
 
 
 def test_errors_in_a_circle_are_looked_through_once() -> None:
@@ -34,6 +34,23 @@ def test_an_error_of_a_handler_is_raised_again_and_another_is_not(*, deep: bool)
     finally:
         signal.signal(signal.SIGUSR1, before)
     pass_on(OSError("of ours"))
+
+
+def test_what_is_forgiven_is_no_handlers_own() -> None:
+    def fails() -> None:
+        raise TimeoutError
+
+    def works() -> None:
+        raise FileNotFoundError
+
+    with forgive(OSError):
+        works()
+    with pytest.raises(ValueError, match="other"), forgive(OSError):
+        raise ValueError("other")
+    strike = Strike(fails, called(works))
+    with pytest.raises(TimeoutError), strike, forgive(OSError):
+        works()
+    assert strike.came
 
 
 def test_what_a_handler_raises_in_an_observer_of_events_is_no_fault_of_the_observer() -> None:

@@ -20,7 +20,7 @@ from torch.utils import _contextlib
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
-from holdfast.checkpoint.pipeline import bubbles
+from holdfast.checkpoint.pipeline import bubbles, schedule_discovery
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.tiers.storage import run_lock
 from keeper.rig import eventually
@@ -147,6 +147,37 @@ def test_nothing_is_saved_of_a_restore_that_failed_and_was_interrupted_behind_th
     checkpointer.close()
     assert not checkpointer._storage.versions()
     assert not run_lock._held
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # with what was being made
+@pytest.mark.parametrize("every", [1499, pytest.param(101, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"memory_budget": "1KB"}], ids=["memory", "storage"])
+def test_a_first_restore_that_a_handler_breaks_off_leaves_nothing_and_the_next_one_is_whole(
+    make: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], every: int
+) -> None:
+    """At drawn moments: no thread, no descriptor and no lock."""
+    monkeypatch.setattr(schedule_discovery, "_schedules", lambda _: [])  # it looks at each object of the process
+    saved = Trainee()
+    checkpointer: Any = make(saved, **options)
+    checkpointer.restore()
+    saved.train()
+    checkpointer.save(0, "durable").wait("durable")
+    checkpointer.abandon()
+    before = _ours()
+    for number, strike in enumerate(strikes(_raises, counts=_behind(Checkpointer.restore), every=every)):
+        trainee = Trainee()
+        checkpointer = make(trainee, **options)
+        with suppress(Alarm), strike:
+            checkpointer.restore()
+        if strike.came:
+            with suppress(AssertionError):
+                eventually(lambda: _ours() == before, 5.0)
+            assert _ours() == before, f"{number}\n{strike._where}"
+            assert not run_lock._held, number
+            assert checkpointer.restore() == 1, number
+        assert trainee.fingerprint() == saved.fingerprint(), number
+        checkpointer.abandon()  # the keeper stays for the next one
+    assert number > 3
 
 
 def test_a_pipeline_is_put_back_though_a_handler_breaks_that_off() -> None:

@@ -600,3 +600,51 @@ def test_an_error_that_a_handler_raises_within_a_save_leaves_it_as_it_is(
     assert number > 5
     checkpointer.save(next(numbers), level="durable").wait("durable")
     checkpointer.close()
+
+
+RAISED = (ValueError, TimeoutError, RuntimeError, SystemExit)
+CALLS: dict[str, Callable[[Any, Any], object]] = {
+    "save": lambda checkpointer, last: checkpointer.save(last.version.step + 1, "durable"),
+    "wait": lambda _, last: last.wait("durable"),
+    "flush": lambda checkpointer, _: checkpointer.flush(),
+    "close": lambda checkpointer, _: checkpointer.close(),
+    "restore": lambda checkpointer, _: checkpointer.restore(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+def test_what_handlers_raise_in_a_call_leaves_it_as_it_is_and_later_saves_and_restores_are_right(
+    make: Make, call: str
+) -> None:
+    """Errors of several classes in turn, at drawn moments; then one more version, bit for bit."""
+    errors = itertools.cycle(RAISED)
+    spared = (threading.__file__, weakref.__file__, typing.__file__, grad_mode.__file__, _contextlib.__file__)
+
+    def counts(frame: FrameType, event: str) -> bool:
+        return event in ("call", "return") and frame.f_code.co_filename not in spared
+
+    def handle() -> None:
+        raise next(errors)
+
+    def begun() -> tuple[Trainee, Any, int]:
+        trainee = Trainee()
+        checkpointer = make(trainee)
+        return trainee, checkpointer, checkpointer.restore()
+
+    for number, strike in enumerate(itertools.islice(strikes(handle, counts=counts, every=61), 40)):
+        trainee, checkpointer, start = begun()
+        trainee.train()
+        last = checkpointer.save(start, "durable")
+        with suppress(*RAISED), strike:
+            CALLS[call](checkpointer, last)
+        checkpointer.abandon()
+        trainee, checkpointer, start = begun()
+        trainee.train()
+        checkpointer.save(start, "durable").wait("durable")
+        checkpointer.abandon()
+        again, checkpointer, then = begun()
+        assert then == start + 1, number
+        assert again.fingerprint() == trainee.fingerprint(), number
+        checkpointer.abandon()
+    assert number > 0

@@ -190,6 +190,57 @@ def test_a_script_that_begins_to_clear_in_place_is_followed(behind: Callable[[to
     assert all(_clears(script, 9, behind)[1:])
 
 
+def replaces(parameter: torch.Tensor, _: int) -> None:
+    parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
+
+
+def clears_by_turns(parameter: torch.Tensor, turn: int) -> None:
+    if turn % 2:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad.zero_()
+
+
+def clears_to_none(parameter: torch.Tensor, _: int) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    ("clears", "reached", "is_there"),
+    [
+        (replaces, "each", True),
+        (replaces, "seldom", True),
+        (clears_by_turns, "each", True),
+        (clears_to_none, "each", False),
+        (clears_to_none, "seldom", False),
+    ],
+)
+def test_a_gradient_comes_back_as_zero_where_the_script_leaves_one(
+    clears: Callable[[torch.Tensor, int], None], reached: str, *, is_there: bool, clips: bool
+) -> None:
+    """The step of this version has used it, and the next turn clears it before its backward pass, which need not come to it."""
+    parameter, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter, other], lr=0.1)
+    part = GradientsPart("gradients", lambda: [optimizer], list)
+    named: Any = SimpleNamespace(owners={id(parameter): SimpleNamespace(entry="it")})
+    part.build(named)
+    for turn in range(12):
+        for each in (parameter, other):
+            clears(each, turn)
+        is_reached = reached == "each" or turn % 3 == 0
+        (parameter.square() + other if is_reached else other).sum().backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_([parameter, other], 0.5)
+        optimizer.step()
+        part.stepped(optimizer)
+        part.note()
+        # What a backward pass has made anew, and nobody has written to, asks for no look.
+        assert clips or is_there or not parameter._backward_hooks
+        if turn > 2 and parameter.grad is not None:
+            assert bool(part._zero) == is_there, turn
+
+
 @pytest.mark.parametrize("synced", [False, True])
 def test_what_ddp_has_noted_of_an_accumulation_is_told_as_lost(
     caplog: pytest.LogCaptureFixture, *, synced: bool

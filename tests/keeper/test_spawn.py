@@ -36,7 +36,7 @@ from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.wire import frames
 from keeper.rig import Rig, eventually
 from keepers_kit import end_keepers, of_threads, processors_of_threads, wait_ended
-from kit.strikes import Strike, called, exits
+from kit.strikes import Strike, called, exits, strikes
 from sample_kit import MORE
 
 MakeRig = Callable[..., Rig]
@@ -74,6 +74,26 @@ def test_who_is_interrupted_while_it_waits_for_the_start_lock_does_not_keep_it(
     assert again is not None
     place.start_lock.unlink()
     os.close(again)
+
+
+def test_a_handler_that_raises_while_the_start_lock_is_taken_does_not_keep_it(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    """At each moment: neither by a descriptor nor by a thread that goes on to wait."""
+    codes = (spawn._lock_within.__code__, threading.Thread.join.__code__)
+    place = place_of(str(tmp_path / "ck"), Config(runtime_dir=str(runtime_dir)))
+    place.make()
+    for moment, strike in enumerate(
+        strikes(exits, counts=lambda frame, event: frame.f_code in codes and event != "return")
+    ):
+        with contextlib.suppress(SystemExit), strike:
+            os.close(spawn._lock_within(place, time.monotonic() + 60.0))
+        eventually(lambda: all(thread.name != "holdfast start lock" for thread in threading.enumerate()))
+        again = place.lock(place.start_lock, blocking=False)
+        assert again is not None, moment
+        os.close(again)
+    place.start_lock.unlink()
+    assert moment > 5
 
 
 def test_jobs_of_tests_wait_for_a_keeper_that_is_about_to_end(runtime_dir: Path, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ Whoever turns an error into another one, or goes on without it, asks this first:
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal.getsignal` passes over a ValueError, which may be a handler's
 import functools
 import inspect
 import signal
 import traceback
-from types import CodeType, FrameType
+from contextlib import suppress
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 
@@ -31,6 +33,18 @@ def pass_on(error: BaseException) -> None:
         raise theirs
 
 
+class forgive(suppress):  # noqa: N801 - a word within `with`, as its base
+    """Goes on behind an error of these classes, as `contextlib.suppress` does, but not behind what a signal's handler raised."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> bool:
+        if error is None or not super().__exit__(kind, error, where):
+            return False
+        pass_on(error)
+        return True
+
+
 def is_of_a_handler(frame: FrameType, handlers: set[CodeType | None]) -> bool:
     """Return whether a frame is that of a signal's handler: it is one now, or was given the frame that it interrupts.
 
@@ -50,7 +64,8 @@ def is_of_a_handler(frame: FrameType, handlers: set[CodeType | None]) -> bool:
 
 def handler_codes() -> set[CodeType | None]:
     """Returns the code of each signal's handler."""
-    return {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    # Of `range`, for `valid_signals()` takes longer.
+    return {_code(_signal.getsignal(number)) for number in range(1, signal.NSIG)} - {None}
 
 
 def _code(handler: Any) -> CodeType | None:

@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 
 from holdfast.base.errors import ConfigError
+from holdfast.base.handler_errors import forgive
 
 _LIKE_A_SECRET = re.compile(r"(?:^|[/!\s])(?:0x)?[0-9A-Fa-f]{32,}(?:\s|$)")
 # A keeper that ends removes its directory, and the next one makes it anew at the same time.
@@ -36,7 +37,7 @@ def make(path: Path, *, below: Path | None = None) -> None:
         ConfigError: one of them is a link, another user's, or open to others. OSError: one cannot be made.
     """
     top = below or path
-    way = (*reversed([each for each in path.parents if each.is_relative_to(top)]), path)
+    way = (*reversed([each for each in path.parents if top in (each, *each.parents)]), path)
     for left in reversed(range(_ATTEMPTS)):
         top.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -67,10 +68,9 @@ def prove(path: Path) -> None:
 
 def is_anothers(path: Path) -> bool:
     """Return whether another user made what stands there; a link is what stands there, not where it leads."""
-    try:
+    with forgive(OSError):
         return path.lstat().st_uid != os.geteuid()
-    except OSError:
-        return False
+    return False
 
 
 def open_in(directory: Path, name: str, flags: int) -> int:

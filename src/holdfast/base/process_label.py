@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from holdfast.base.handler_errors import pass_on
+
 logger = logging.getLogger(__name__)
 
 # The kernel keeps so many bytes of a process's name (TASK_COMM_LEN less the zero).
@@ -25,4 +27,5 @@ def label_process(name: str) -> None:
     try:
         Path("/proc/self/comm").write_bytes(name.replace(" ", "-").encode()[:MOST_BYTES])
     except OSError as error:  # no /proc, or not writable: nothing depends on it
+        pass_on(error)
         logger.debug("the process keeps its name: %s", error)

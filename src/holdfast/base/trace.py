@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.base.events import Event
+from holdfast.base.handler_errors import pass_on
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class TraceFile:
                     raise OSError(errno.EPERM, "the file is not ours alone")
                 file.write(text)
         except OSError as error:
+            pass_on(error)
             self._failed = True
             logger.warning("no trace: %s: %s", self.path, error.strerror)
         self._left -= len(text)

@@ -15,10 +15,12 @@ from typing import Any
 import xxhash
 
 from holdfast.adapters.zero_lines.reach import held_arrays, identities
-from holdfast.adapters.zero_lines.reach.look import ENDED, Look
+from holdfast.adapters.zero_lines.reach.growing_lists import Grown, without_data
+from holdfast.adapters.zero_lines.reach.look import ENDED, Leaf, Look
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, has_set
 from holdfast.adapters.zero_lines.reach.walk import ANOTHER
 from holdfast.base.errors import HoldfastError
+from holdfast.checkpoint.entries.carried_tensors import MAX_BYTES as GROWN_BYTES
 from holdfast.tiers.format import values as value_codec
 
 # So many values are compared with those of an earlier start, in so many characters.
@@ -107,30 +109,43 @@ class Changes:
                 reason = reason or (
                     f"{path!r} changes in the loop{self._where(path)}, and {now.shared[path]}: a restart would make two of one"
                 )
-            one = leaf.held is not None and was is not None and was.held is leaf.held
-            if one and held_arrays.is_shared(*held_arrays.span(leaf.held)):
+            value, stay = _stored(leaf, was)
+            if any(held_arrays.is_shared(*held_arrays.span(part)) for part in stay):
                 reason = reason or (
                     f"{path!r} changes in the loop{self._where(path)}, and other processes may write to its memory"
                 )
-            rows.append([path, leaf.owner, leaf.key, held_arrays.same(leaf.value()) if one else leaf.value()])
-            if path not in self._members and has_set(rows[-1][3]):
+            rows.append([path, leaf.owner, leaf.key, value])
+            if path not in self._members and has_set(without_data(value)):
                 reason = reason or (
                     f"{path!r} changes in the loop{self._where(path)}, and is a set, or has one in it: its order cannot be "
                     f"carried to a restart"
                 )
-            if held := self.holds_identity(rows[-1][3]):
+            if held := self.holds_identity(without_data(value)):
                 reason = reason or f"{path!r} changes in the loop{self._where(path)}, and {held}"
+        reason = reason or self._too_much(now, rows)
         gone = [[p, leaf.owner, leaf.key] for p, leaf in before.leaves.items() if p not in now.leaves]
         gone = [row for row in gone if row[0] not in now.fixed]
         try:
-            size = len(value_codec.encode(rows)) if rows else 0
+            size = len(encoded(rows)) if rows else 0
         except HoldfastError as error:
             rows, reason = [], reason or f"{self._named(rows, error)} cannot be carried to a restart"
         else:
             if size > MAX_BYTES:
-                largest = max(rows, key=lambda row: len(value_codec.encode(row[3])))
+                largest = max(rows, key=lambda row: len(encoded([row])))
                 rows, reason = [], reason or f"{largest[0]!r}{self._where(largest[0])} is too large to be carried"
         return Changed(rows, gone, reason)
+
+    def _too_much(self, now: Look, rows: Iterable[Sequence[Any]]) -> str:
+        """Returns why the tensors and arrays in containers are too large together; empty if they are not."""
+        held = [(path, now.leaves[path].held) for path, *_ in rows if path in now.leaves]
+        sizes = {path: each.num_bytes for path, each in held if isinstance(each, Grown)}
+        if sum(sizes.values()) <= GROWN_BYTES:
+            return ""
+        largest = max(sizes, key=lambda path: sizes[path])
+        return (
+            f"{largest!r} changes in the loop{self._where(largest)}, and all lists that change there have more than "
+            f"{GROWN_BYTES >> 20} MiB of tensors and arrays together"
+        )
 
     def holds_identity(self, value: Any) -> str:
         """Returns of which object an identity lies in a value, as of the last look, in words; empty if there is none."""
@@ -238,11 +253,15 @@ class Changes:
                 continue
             if before.get(path) != token and str(token).startswith(ANOTHER):
                 return f"{path!r} becomes {token} in the loop{self._where(path)}: a restart would make two of one"
-            if path not in before:
-                return f"{path!r} came to be in the loop{self._where(path)}, and cannot be carried to a restart"
-            if before[path] != token:
+            is_told = path in look.why or path in look.parts
+            if path not in before and not (is_told and path in self.before.leaves):
+                why = f": {look.why[path]}" if path in look.why else ""
+                return f"{path!r} came to be in the loop{self._where(path)}, and cannot be carried to a restart{why}"
+            if before.get(path) != token:
                 other = look.parts.get(path)
                 why = f": {other!r} has a part of it" if other else ""
+                why = ": two of its parts share memory" if other == path else why
+                why = f": {look.why[path]}" if path in look.why else why
                 return f"{path!r} changes in the loop{self._where(path)}, and cannot be carried to a restart{why}"
         for path in before:
             if path not in now:
@@ -286,10 +305,30 @@ class Changes:
     def _named(self, rows: list[list[Any]], error: HoldfastError) -> str:
         for row in rows:
             try:
-                value_codec.encode(row)
+                encoded([row])
             except HoldfastError:
                 return repr(row[0]) + self._where(row[0])
         return str(error)
+
+
+def encoded(rows: Iterable[Sequence[Any]]) -> bytes:
+    """Returns rows as bytes, with tokens for the data of tensors in containers.
+
+    Raises:
+        UsageError: a value cannot be stored.
+    """
+    return value_codec.encode([[*row[:3], *map(without_data, row[3:])] for row in rows])
+
+
+def _stored(now: Leaf, was: Leaf | None) -> tuple[Any, list[Any]]:
+    """Returns a value as it is stored, and those of its tensors and arrays that are what they were when the loop began."""
+    before = was.held if was is not None else None
+    if isinstance(now.held, Grown):
+        old = {id(part) for part in before.parts} if isinstance(before, Grown) else set()
+        return now.held.stored(before), [part for part in now.held.parts if id(part) in old]
+    if now.held is not None and now.held is before:
+        return held_arrays.same(now.value()), [now.held]
+    return now.value(), []
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.base.errors import LevelNotReached
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -118,6 +119,7 @@ class BounceBuffers:
                     )
                 time.sleep(POLL_S)
         except RuntimeError as error:
+            pass_on(error)
             raise LevelNotReached(f"{self._device} failed before it had copied: {error}") from error
 
     def _pin(self) -> bool:
@@ -128,6 +130,7 @@ class BounceBuffers:
                 self._can_pin = memory.is_pinned()
                 self._buffers.append(_Buffer(memory, []))
         except RuntimeError as error:
+            pass_on(error)
             logger.info("%s pins no memory of the host: %s", self._device, error)
             self._can_pin = False
         return self._can_pin

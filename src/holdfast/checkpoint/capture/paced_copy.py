@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from holdfast.base.errors import LevelNotReached
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.capture.copy_plan import Batch
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, Span
 from holdfast.core.pipeline.bubble_placement import GUARD_SHARE
@@ -155,6 +156,7 @@ class PacedCopy:
         try:
             copy = self._device.queue(batch.targets, batch.sources)
         except (RuntimeError, LevelNotReached) as error:  # told by `wait`: here it would be raised into a step
+            pass_on(error)
             self._fail(f"a device failed before it had copied: {error}")
             return
         finally:

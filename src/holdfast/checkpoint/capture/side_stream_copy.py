@@ -28,6 +28,7 @@ from typing import TypeAlias
 import torch
 
 from holdfast.base.errors import LevelNotReached
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.block_copies import BLOCK_BYTES, BlockCopies, is_plain, send_in_order
 from holdfast.checkpoint.capture.bounce_buffers import BounceBuffers
@@ -114,6 +115,7 @@ class DeviceCopy:
         try:
             return all(ended.query() for _, ended in self.spans)
         except RuntimeError as error:
+            pass_on(error)
             raise LevelNotReached(f"a device failed before it had copied: {error}") from error
 
 
@@ -134,14 +136,13 @@ class _Writing:
 
     def passed(self) -> bool:
         """Return whether the device has done all of it. A device that failed never has. Does not wait."""
-        try:
+        with forgive(RuntimeError):
             if self.ended is None and self.queueing:
                 return False
             if self.ended is None:  # interrupted
                 self.ended = device_of(self.stream.device.type).record(self.stream)
             return self.ended.query()
-        except RuntimeError:
-            return False
+        return False
 
 
 class SideStreams:
@@ -207,6 +208,7 @@ class SideStreams:
                 with torch.no_grad():
                     torch.cat(views, out=together)
             except RuntimeError as error:  # if the device failed, what is queued next tells
+                pass_on(error)
                 logger.warning("%s does not bring elements together, and waits for its copies: %s", device, error)
                 self._spot_memory[device] = None
                 return None

@@ -244,8 +244,23 @@ class Checkpointer:
         collectives.same(group, "exclude", list(self._exclude))
         state = run.state if run else self._new_state(group)
         link = run.link if run else self._new_link(group)
-        back = _, saver, restorer, report = self._come_back(run, state, link, asked)
-        self._run = run = self._new_run(group, state, link, back)
+        of_run = (run.survivor.close, run.durables.close, run.saver.close) if run is not None else ()
+        of_link = functools.partial(link.close, finished=False)
+        leaving = Leaving(*of_run, of_link, self._storage.run_lock.release, self._let_bubbles_go)
+        try:
+            back = self._come_back(run, state, link, asked, leaving)
+            self._run = self._new_run(group, state, link, back, leaving)
+            return self._begun(self._run, back)
+        except BaseException:
+            # The objects may hold a mixture now; nothing of it must ever be saved, whatever interrupts this.
+            self._leaving, self._run = leaving, None
+            leaving.go_on()
+            raise
+
+    def _begun(self, run: Run, back: tuple[Job, AnySaver, Restorer, RestoreReport]) -> int:
+        """The objects are loaded: saves may be made from here on. Returns the step to go on with."""
+        _, saver, restorer, report = back
+        state, link, rank = run.state, run.link, run.job.group.rank
         self._signal.install()
         run.recorder.watch(self.bubbles)
         schedule_discovery.keep_to_waits(self.bubbles, saver.fence, link, came_back=report.version is not None)
@@ -255,7 +270,7 @@ class Checkpointer:
         open_checkpointers.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
         heartbeat.at_step(last)  # shown when it is told, not before
         start = self._begin(run, report.version, restorer.recorded)
-        if group.rank == 0 and state.optimizers:
+        if rank == 0 and state.optimizers:
             apart_notice.tell(self._root, start, self._others())
         return start
 
@@ -677,30 +692,23 @@ class Checkpointer:
         return RestoreRequest(version, fresh, strict, required, "" if version is not None or fresh else wish)
 
     def _come_back(
-        self, run: Run | None, state: State, link: KeeperLink, asked: RestoreRequest
+        self, run: Run | None, state: State, link: KeeperLink, asked: RestoreRequest, leaving: Leaving
     ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
-        """The job comes together and loads; whatever fails, nothing is saved of what the objects hold then.
+        """The job comes together and loads. What has to end where that fails is added to `leaving`.
 
         If a keeper dies meanwhile it begins anew, on all ranks: the next keeper gets the slots of those that have saved before,
         so what they captured is found again.
         """
         older = asked.version is None and not asked.fresh and open_checkpointers.wish.take_older()
-        of_run = (run.survivor.close, run.durables.close, run.saver.close) if run is not None else ()
-        leaving = Leaving(*of_run, functools.partial(link.close, finished=False), self._storage.run_lock.release)
+        load = functools.partial(self._load, run, state, link, asked, leaving, older=older)
         try:
-            try:
-                return self._load(run, state, link, asked, older=older, live=not older)
-            except KeeperLost as error:
-                # One that only other nodes cannot reach was waited for long enough.
-                if collectives.unanimous(self._ranks(), run is None and link.client is not None):
-                    raise
-                logger.warning("the restore begins anew, with the next keeper: %s", error)
-                return self._load(run, state, link, asked, older=older, live=False)
-        except BaseException:
-            # The objects may hold a mixture now; nothing of it must ever be saved, whatever interrupts this.
-            self._leaving, self._run = leaving, None
-            leaving.go_on()
-            raise
+            return load(live=not older)
+        except KeeperLost as error:
+            # One that only other nodes cannot reach was waited for long enough.
+            if collectives.unanimous(self._ranks(), run is None and link.client is not None):
+                raise
+            logger.warning("the restore begins anew, with the next keeper: %s", error)
+            return load(live=False)
 
     def _new_run(
         self,
@@ -708,6 +716,7 @@ class Checkpointer:
         state: State,
         link: KeeperLink,
         back: tuple[Job, AnySaver, Restorer, RestoreReport],
+        leaving: Leaving,
     ) -> Run:
         """Returns all that exists from a restore to the next: made anew, or taken over from the run before."""
         before, (job, saver, restorer, report) = self._run, back
@@ -721,15 +730,18 @@ class Checkpointer:
         recorder = self._recorder = self._recorder or Recorder(self._config.trace_dir, group.rank, self.events)
         report.tell(self.events)  # behind the recorder, which draws it
         durables = before.durables if before else self._new_durables(job)
+        leaving.first(durables.close)
         durables.restarted(job.incarnation)
         survivor = (
             before.survivor
             if before
             else Survivor(state, job=job.assembly.job_id, rank=group.rank, world_size=group.world_size)
         )
+        leaving.first(survivor.close)
         lower = StorageFallback(
             job, state=state, link=link, storage=self._storage, config=self._config, events=self.events
         )
+        leaving.first(lower.close)
         steps = saver.fence.num_steps
         start = 0 if report.version is None else report.version.step + 1
         run = Run(
@@ -740,7 +752,15 @@ class Checkpointer:
         return run
 
     def _load(
-        self, run: Run | None, state: State, link: KeeperLink, asked: RestoreRequest, *, older: bool, live: bool
+        self,
+        run: Run | None,
+        state: State,
+        link: KeeperLink,
+        asked: RestoreRequest,
+        leaving: Leaving,
+        *,
+        older: bool,
+        live: bool,
     ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
         """One attempt. Collective: what fails, fails on all ranks."""
         group, before = self._ranks(), run.saver if run else None
@@ -750,6 +770,7 @@ class Checkpointer:
             saver = reserved(
                 saver, state=state, link=link, job=job, storage=self._storage, config=self._config, events=self.events
             )
+            leaving.first(saver.close)
             self._laid_out(job, collectives.together(group, state.trained))
             holder = holder_of(saver, link, job, self._storage)
             timeout_s = self._config.close_timeout_s

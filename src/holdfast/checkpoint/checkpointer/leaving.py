@@ -27,6 +27,10 @@ class Leaving:
         """Return what is still to be done, if nobody is at it: neither another thread, nor this one that a handler interrupted."""
         return () if self._is_going else tuple(self._steps)
 
+    def first(self, step: Step) -> None:
+        """Adds a step that comes before all others."""
+        self._steps.appendleft(step)
+
     def go_on(self) -> None:
         """Does what is left. What fails in a step keeps no other one from being done, and is raised behind the last.
 

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from holdfast.base.handler_errors import forgive, pass_on
+
 logger = logging.getLogger(__name__)
 
 # Between two looks at an event that is waited for.
@@ -164,6 +166,7 @@ class Device:
             with self.guard(device):
                 return offered(address, num_bytes) is True
         except (RuntimeError, OSError) as error:
+            pass_on(error)
             logger.info("%s registers no host memory: %s", self.kind, error)
             return False
 
@@ -175,6 +178,7 @@ class Device:
                 with self.guard(device):
                     offered(address)
         except (RuntimeError, OSError) as error:
+            pass_on(error)
             logger.info("%s did not unregister host memory: %s", self.kind, error)
 
     # Random numbers.
@@ -253,6 +257,7 @@ def _symbol(hip: str, cuda: str) -> Callable[..., int] | None:
     try:
         return getattr(ctypes.CDLL(library), hip if torch.version.hip else cuda)  # type: ignore[no-any-return]
     except (OSError, AttributeError) as error:
+        pass_on(error)
         logger.info("host memory is not registered: %s", error)
         return None
 
@@ -310,10 +315,9 @@ def leave_captures_alone() -> None:
 
 def passed(event: torch.Event) -> bool:
     """Returns whether a device has passed the event. Does not wait, and raises nothing: a device in error has not."""
-    try:
+    with forgive(RuntimeError):
         return bool(event.query())
-    except RuntimeError:
-        return False
+    return False
 
 
 def wait(events: tuple[torch.Event, ...], deadline_s: float) -> bool:
@@ -324,7 +328,8 @@ def wait(events: tuple[torch.Event, ...], deadline_s: float) -> bool:
             if time.monotonic() >= until:
                 return False
             time.sleep(POLL_S)
-    except RuntimeError:
+    except RuntimeError as error:
+        pass_on(error)
         return False
     return True
 
@@ -353,6 +358,7 @@ def all_done(devices: Iterable[torch.device], deadline_s: float) -> bool:
     try:
         events = tuple(record(devices).values())
     except RuntimeError as error:
+        pass_on(error)
         logger.info("a device does not work any more: %s", error)
         return False
     return wait(events, deadline_s)
@@ -373,6 +379,7 @@ class Behind:
                 self._events = tuple(record(devices).values())
             return not all(event.query() for event in self._events)
         except RuntimeError as error:
+            pass_on(error)
             logger.info("a device does not work any more: %s", error)
             return False
 
@@ -389,6 +396,7 @@ def healthy(deadline_s: float) -> bool:
     try:
         streams = [interface.current_stream(device) for device in interface.begun()]
     except RuntimeError as error:
+        pass_on(error)
         logger.warning("a device does not work any more: %s", error)
         return False
     found: list[torch.Event] = []
@@ -409,6 +417,7 @@ def _ask(interface: Device, streams: list[torch.Stream], found: list[torch.Event
                     pass  # a full device is not a broken one
                 found.append(interface.record(stream))
         except RuntimeError as error:
+            pass_on(error)
             logger.warning("%s does not work any more: %s", stream.device, error)
 
 
@@ -465,7 +474,6 @@ def _cards() -> Iterator[str]:
 
 
 def _read(path: Path) -> str:
-    try:
+    with forgive(OSError):
         return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
+    return ""

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import torch
 
 from holdfast.base.errors import LevelNotReached
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.accelerator import device_of, devices_of, record
 
@@ -109,6 +110,7 @@ class Staging:
         try:
             return torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as error:
+            pass_on(error)
             logger.info("devices are filled from ordinary memory: %s", error)
             self._is_pinned = False
             return torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")

@@ -18,7 +18,11 @@ is saved then. What a backward pass behind the step gives to parameters outside 
 A script may also never clear what was used, or not at each step, or not all of it. A gradient that is the same tensor at two optimizer steps
 is looked at behind this step and behind the next, when a backward pass begins to add to it: if it is not zero by then, it lives
 from there on. So does one in host memory that the next step reads, not zero, though no backward pass has come to it meanwhile, if one
-came to it before: others a script may write by hand. Of one on a device no number is looked at: it lives if nobody has written to it.
+came to it before, or none can: others a script may write by hand. So does one that was written to once, and is not zero, when a report
+comes without a step of its optimizer: clipping reads it. Of one on a device no number is looked at: it lives if nobody has written to it.
+
+One that is another tensor at its second step was made by a backward pass if nobody has written to it, and is not zero. Else it is looked
+at in the same manner: zeros that the script has put in its place come back as zero.
 
 MUST NOT hold a gradient: its memory is the script's to free. MUST NOT refer to a tensor weakly either: torch then swaps no other one into
 its place, as a conversion of a model may do. So a gradient is known by a number that is an attribute of it.
@@ -27,6 +31,7 @@ its place, as a conversion of a model may do. So a gradient is known by a number
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import weakref
@@ -86,7 +91,8 @@ class GradientsPart(TransientPart):
         self._optimizers, self._modules = optimizers, modules
         self._units: Sequence[Any] = ()  # that `fully_shard` was called with
         self._used: dict[int, _Seen] = {}  # by a parameter's id: its gradient as its last step left it
-        self._stays: set[int] = set()  # ids of parameters whose gradient is not known to be made anew for each step
+        # By a parameter's id, as long as its gradient is not known to be made anew for each step: of how many steps that has to be seen.
+        self._stays: dict[int, float] = {}
         # Parameters of the models that no optimizer steps: which module has them, and as what.
         self._others: list[tuple[weakref.ref[nn.Module], str]] = []
         # The names of gradients that were used up and are there, as they were reported; True: all but these.
@@ -144,15 +150,20 @@ class GradientsPart(TransientPart):
         for key, parameter, _ in grads:
             before = self._used.get(key)
             stayed = before is not None and before[0] == used[key][0]
-            (self._stays.add if before is None or stayed else self._stays.discard)(key)
+            if before is None or stayed:
+                self._stays[key] = max(self._stays.get(key, 0), 2 if stayed else 1)
             if before is None or key in self._uncleared:
                 continue
-            # No backward pass has come to it since the step and the report before.
-            is_unreached = key in self._asked or (key in self._reached and before == used[key])
+            # No backward pass has come to it since the step and the report before, or none can.
+            may_be_left = key in self._reached or not parameter.requires_grad
+            is_unreached = key in self._asked or (may_be_left and before == used[key])
             if stayed and is_unreached and key not in self._sample:
                 self._look_again(parameter)
             if key not in self._uncleared and self._looks.get(key, 0) < LOOKS:
-                self._ask(parameter, stayed=stayed)
+                is_made = not stayed and self._is_made(parameter, used[key])
+                self._ask(parameter, wanted=not is_made)
+            if not stayed and self._stays.get(key, 0) > 0:
+                self._stays[key] -= 1
         self._used.update(used)
         self._sample.update((id(p), p) for p in parameters)
         self._stepped.add(id(optimizer))
@@ -160,7 +171,7 @@ class GradientsPart(TransientPart):
     def note(self) -> None:
         """A step is reported now: finds what lives."""
         all_stepped = self._stepped.issuperset(map(id, self._optimizers()))
-        sample, quick = self._sample, self._is_quick
+        stepped, sample, quick = self._stepped, self._sample, self._is_quick
         self._stepped, self._sample, self._living, self._zero = set(), {}, {}, ()
         self._reports += 1
         if self.off:
@@ -177,7 +188,7 @@ class GradientsPart(TransientPart):
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
         if quick and all_stepped:
             others = _there(self._others[:: -(-len(self._others) // SAMPLE) or 1])
-            stay = (key in self._stays and p.grad is not None for key, p in sample.items())
+            stay = (self._stays.get(key, 0) > 0 and p.grad is not None for key, p in sample.items())
             if (
                 not any(map(self._lives, sample, sample.values()))
                 and all(p.grad is None for p in others)
@@ -199,6 +210,7 @@ class GradientsPart(TransientPart):
                 if key in named
             ]
         )
+        self._look_at_left({key: parameters[key] for key in lives - cleared if self._is_next(key, looks[key])}, stepped)
         for number, (key, parameter) in enumerate(parameters.items()):
             grad, name = grads.get(key), self._names.get(key)
             if key in cleared and name is not None:
@@ -208,7 +220,7 @@ class GradientsPart(TransientPart):
             elif name is not None:
                 stays = grad is not None and living_gradients.may_be_zero(parameter, grad)
                 # In place by a write that torch does not count, as `fully_shard`'s are not; and not known yet to be cleared so.
-                stays = stays and (key in self._stays or living_gradients.is_zero(parameter))
+                stays = stays and (self._stays.get(key, 0) > 0 or living_gradients.is_zero(parameter))
                 (zero if stays else absent).append(name)
         if zero and not held:
             self._zero = (True, absent) if len(absent) < len(zero) else (False, zero)
@@ -336,10 +348,27 @@ class GradientsPart(TransientPart):
                 living_gradients.put_zero(parameter)
         self.note()
 
-    def _ask(self, parameter: torch.Tensor, *, stayed: bool) -> None:
-        """Looks, when the next backward pass comes to a parameter, whether its gradient is as its optimizer's step left it."""
+    def _look_at_left(self, written: Mapping[int, torch.Tensor], stepped: set[int]) -> None:
+        """Looks at gradients that were written to once since a step used them: of those that no optimizer steps now that is still in them."""
+        for key in written.keys() - self._uncleared:
+            steps = any(id(optimizer) in stepped for optimizer in self._optimizers() if _steps(optimizer, key))
+            if not steps and not living_gradients.is_zero(written[key]):
+                self._found_uncleared(key)
+
+    def _is_made(self, parameter: torch.Tensor, seen: _Seen) -> bool:
+        """Tell whether a backward pass has made a gradient that another step has not used: it wrote to none that was there.
+
+        One that is zero, and that no pass has come to, the script may have put there.
+        """
+        is_put = living_gradients.is_zero(parameter)
+        if is_put:
+            self._stays[id(parameter)] = math.inf
+        return is_put or seen[1] == 0
+
+    def _ask(self, parameter: torch.Tensor, *, wanted: bool) -> None:
+        """Looks, when the next backward pass comes to a parameter, what is there of the gradient that its optimizer's step has used."""
         looks = self._looks.get(key := id(parameter), 0)
-        if not (stayed or looks) or not parameter.requires_grad:
+        if not (wanted or looks) or not parameter.requires_grad:
             return
         self._looks[key] = looks + 1
         if key in self._reached:
@@ -351,6 +380,8 @@ class GradientsPart(TransientPart):
             self._asked.discard(key)
             if self._is_uncleared(parameter):
                 self._found_uncleared(key)
+            elif (grad := parameter.grad) is not None and living_gradients.number_of(grad) != self._used[key][0]:
+                self._stays[key] = math.inf  # zeros, which the script has put in its place
 
         if "torch._dynamo" in sys.modules:  # else no backward pass is compiled, and it is slow to import
             look = torch.compiler.disable(look)  # type: ignore[no-untyped-call]
@@ -420,6 +451,11 @@ def _seen(grad: torch.Tensor) -> _Seen:
 def _is(grad: torch.Tensor, seen: _Seen | None) -> bool:
     """Tell whether a gradient is still as it was seen."""
     return seen is not None and seen[0] == living_gradients.number_of(grad) and seen[1] == _count(grad)
+
+
+def _steps(optimizer: Optimizer, key: int) -> bool:
+    """Tell whether an optimizer steps the parameter of this id."""
+    return any(id(parameter) == key for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _there(others: Iterable[tuple[weakref.ref[nn.Module], str]]) -> Iterator[torch.Tensor]:

@@ -151,7 +151,8 @@ def _tensor_of(array: Any, path: str) -> torch.Tensor:
         if type(array) is not numpy.ndarray:
             raise TypeError
         return torch.from_numpy(numpy.array(array, order="C"))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
+        pass_on(error)
         raise UsageError(
             f"a NumPy array of class {type(array).__name__} and dtype {array.dtype} cannot be saved",
             where=path,

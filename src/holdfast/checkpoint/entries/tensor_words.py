@@ -22,7 +22,6 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.handler_errors import forgive, pass_on
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +193,7 @@ def _counter_of(probe: torch.Tensor, at: Callable[..., npt.NDArray[Any]]) -> tup
     def numbers() -> dict[tuple[int, int], int]:
         found = {}
         for place, address in shared.items():
-            with suppress(OSError, OverflowError, ValueError):  # it is no address
+            with forgive(OSError, OverflowError, ValueError):  # it is no address
                 rows = at(address, _SEARCHED_COUNTER, np.uint32).tolist()
                 found.update({(place, 4 * i): number for i, number in enumerate(rows)})
         return found

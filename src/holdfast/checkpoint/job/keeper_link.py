@@ -372,9 +372,13 @@ class KeeperLink:
         except KeeperLost as error:  # it answered, and then its time was over: the job before was its last
             logger.info("the keeper that was found has ended (%s); the next one is asked", error)
             client = self._greet(patience_s)
-        client.on_lost(self._lost)
-        client.announced.on_appointment(self._on_appointment)
-        self._hold_port(client.welcome.address)
+        try:
+            client.on_lost(self._lost)
+            client.announced.on_appointment(self._on_appointment)
+            self._hold_port(client.welcome.address)
+        except BaseException:  # of a signal's handler, for one: nobody else would end its thread
+            client.close()
+            raise
         return client
 
     def _hold_port(self, address: str) -> None:

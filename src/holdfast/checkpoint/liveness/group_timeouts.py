@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
+from holdfast.base.handler_errors import pass_on
+
 _TORCHS_OWN = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
 
 
@@ -47,7 +49,8 @@ def limit_of(group: Any) -> timedelta | None:
     """Return the time limit of a group, as its backends tell it."""
     try:
         backends = [group._get_backend(device) for device in group._device_types]
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError) as error:
+        pass_on(error)
         return None  # this torch, or a backend that is made later, does not tell
     options: list[Any] = [
         getattr(backend, "options", None) for backend in backends

@@ -16,6 +16,7 @@ import os
 import struct
 import time
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.core.elastic.worker_facts import Beat, Phase
 
 PAGE_BYTES = 4096
@@ -203,7 +204,8 @@ def read(fd: int) -> Reading:
     """The page behind a descriptor; empty if it cannot be read."""
     try:
         content = os.pread(fd, PAGE_BYTES, 0)
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         content = b""
     return Reading(content.ljust(PAGE_BYTES, b"\0"))
 
@@ -215,7 +217,8 @@ def is_dumped_to(fd: int, pid: int, dump_fd: int) -> bool:
     """
     try:
         theirs, ours = os.stat(f"/proc/{pid}/fd/{dump_fd}"), os.fstat(fd)
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return False
     return os.path.samestat(theirs, ours)
 
@@ -227,7 +230,8 @@ def take_dump(fd: int) -> str:
         text = os.pread(fd, min(size - PAGE_BYTES, 1 << 20), PAGE_BYTES) if size > PAGE_BYTES else b""
         if text:
             os.ftruncate(fd, PAGE_BYTES)
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return ""
     return text.decode(errors="replace")
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.base.installed import is_installed
 from holdfast.checkpoint.containers import dict_of, items_of, length_of, parts_of, slots_of
 from holdfast.checkpoint.entries.rng import random_state
@@ -247,7 +248,8 @@ def _in_list(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         try:
             value = value.detach().numpy()
-        except (TypeError, RuntimeError):  # of a device, or of a dtype that NumPy does not have
+        except (TypeError, RuntimeError) as error:  # of a device, or of a dtype that NumPy does not have
+            pass_on(error)
             return None
     if hasattr(type(value), "tobytes") and hasattr(type(value), "nbytes"):
         return xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= 8 * _LONG else None
@@ -275,7 +277,8 @@ def _read_counts(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     for each in kind.__mro__:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(each))) if each is not object else ast.Module([], [])
-        except (OSError, TypeError, SyntaxError, ValueError):
+        except (OSError, TypeError, SyntaxError, ValueError) as error:
+            pass_on(error)
             continue
         for method in _methods(tree):
             _call_self(method)

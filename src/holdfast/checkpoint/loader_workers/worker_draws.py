@@ -11,7 +11,6 @@ worker keeps is not noted. Called by `checkpoint.state.dataloader`.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import multiprocessing
 import struct
@@ -24,6 +23,7 @@ import xxhash
 from torch.utils.data import DataLoader, MapDataPipe, dataloader
 from torch.utils.data._utils import worker
 
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.checkpoint.entries.rng import process_generators
 from holdfast.checkpoint.loader_workers.dataset_generators import Beside, Kept, Look, Number, kept_in
 from holdfast.checkpoint.loader_workers.worker_init import WorkerInit
@@ -86,7 +86,7 @@ class NotedIterator(dataloader._MultiProcessingDataLoaderIter):
         self._first = self._to_pass = first
         self._waited: tuple[int, ...] = ()  # for this once already
         init = loader.worker_init_fn
-        with contextlib.suppress(Exception):  # classes are read here, once for all workers, which say what fails
+        with forgive(Exception):  # classes are read here, once for all workers, which say what fails
             kept_in(_things(loader.dataset, loader.collate_fn))
         vars(loader)["worker_init_fn"] = _Noting(init, self._notes, self._begun)
         try:
@@ -238,7 +238,8 @@ class _Noting(WorkerInit):
         for path, state in (value_codec.decode(begun) if begun else {}).items():
             try:
                 self._kept[path][1](state)
-            except Exception:  # noqa: BLE001 - it is not there, or is one of another kind
+            except Exception as error:  # noqa: BLE001 - it is not there, or is one of another kind
+                pass_on(error)
                 self._words = f"{path!r}, which was there when they were saved"
 
     def found(self, things: dict[str, Any]) -> Kept:
@@ -252,6 +253,7 @@ class _Noting(WorkerInit):
             self._words = self._words or next((f"{path!r}, which a worker changes" for path in changed), "")
             return looked.found
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the worker has to go on
+            pass_on(error)
             self._words = f"what cannot be looked at: {type(error).__name__}: {error}"
             return {}
 
@@ -264,6 +266,7 @@ class _Noting(WorkerInit):
             if drawn != self._drawn[0]:
                 self._drawn = (drawn, value_codec.encode(drawn))
         except Exception as error:  # noqa: BLE001 - the batch was loaded, and is handed out
+            pass_on(error)
             self._drawn, self._words = ({}, b""), f"what its workers draw: {type(error).__name__}: {error}"
         self._notes.write(self._number, self._loaded, self._drawn[1], self._words)
 
@@ -296,7 +299,8 @@ class _Noting(WorkerInit):
         for name, (read, _) in list(self._kept.items()):
             try:
                 found[name] = read()
-            except Exception:  # noqa: BLE001 - it is of another kind now, or cannot be asked in a worker
+            except Exception as error:  # noqa: BLE001 - it is of another kind now, or cannot be asked in a worker
+                pass_on(error)
                 del self._kept[name]
                 self._words = f"{name!r}, which cannot be read"
         return found

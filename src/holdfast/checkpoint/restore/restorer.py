@@ -24,6 +24,7 @@ from typing import Any
 
 from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, UsageError, VersionNotFound
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import pass_on
 from holdfast.base.progress_report import Meter, progress_text
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.device import chunk_staging
@@ -406,6 +407,7 @@ class Restorer:
         try:
             self._shared = SharedReads(self._node_directory / name, plan, timeout_s=self._timeout_s)
         except OSError as error:
+            pass_on(error)
             logger.info(
                 "the ranks of this node cannot take turns at storage, so their keeper reads for them: %s", error
             )

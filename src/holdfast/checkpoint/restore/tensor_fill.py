@@ -163,8 +163,8 @@ def fill_with(
     num_threads = min(MAX_THREADS_OF_DEVICE if to_device else MAX_THREADS, usable_cores())
     unread: list[tuple[UnreadChunks, list[_Chunk]]] = []
     with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-restore") as pool:
-        helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
-        try:
+        try:  # else the pool waits for ever for those who wait for work
+            helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
             for number, source in enumerate(sources):
                 # All of an image at once: a thread that plans holds the lock that those who copy ask for at every step.
                 planned, left = list(_chunks(number, source, copies[number])), source.located.unread

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.save.overhead_budget import Budget
 from holdfast.core.scheduling.cadence import Cadence
 from holdfast.core.scheduling.step_agreement import Appointment, Proposal, Purpose, StepAgreement
@@ -56,6 +57,7 @@ def parse_cadence(name: str, text: str) -> Cadence:
     try:
         return Cadence.parse(text)
     except ValueError as error:
+        pass_on(error)
         raise ConfigError(str(error), where=name, remedy='write "10", "30s", "10,30s" or "0" for never') from error
 
 

@@ -25,6 +25,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries import fsdp1
 from holdfast.checkpoint.entries.entries import Collector, Loading
 from holdfast.checkpoint.entries.fsdp1 import EXTRA
@@ -169,6 +170,7 @@ class ModelPart:
         try:
             result = self.module.load_state_dict(state) if own else self.module.load_state_dict(state, strict=False)
         except REFUSALS as error:
+            pass_on(error)
             raise MismatchError(f"the module refuses the saved state: {error}", where=self.name) from error
         again = self.module.state_dict()
         lost = {raw for raw, value in made_up.items() if raw not in again or not same(again[raw], value)}

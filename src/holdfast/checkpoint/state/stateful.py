@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from holdfast.base.errors import UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.entries import Collector, Loading, NotedPart, TransientPart, templates
 from holdfast.checkpoint.entries.pytree import Emit, flatten, unflatten
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness
@@ -56,7 +57,8 @@ def is_stateful(value: Any) -> bool:
     """
     try:
         methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
-    except Exception:  # noqa: BLE001 - it is the user's own
+    except Exception as error:  # noqa: BLE001 - it is the user's own
+        pass_on(error)
         return False
     return not isinstance(value, type) and all(map(callable, methods))
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast.base.handler_errors import forgive
 from holdfast.checkpoint.containers import dict_of, parts_of
 from holdfast.checkpoint.entries.sharding import local_of, memory_of
 from holdfast.checkpoint.usage import user_frames
@@ -99,7 +100,6 @@ def _referred(value: Any) -> Iterable[Any]:
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    try:
+    with forgive(RuntimeError, TypeError, NotImplementedError):
         return memory_of(local_of(tensor))
-    except (RuntimeError, TypeError, NotImplementedError):  # a class of its own, or none
-        return None
+    return None  # a class of its own, or none

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.checkpoint.containers import items_of, length_of, parts_of
 from holdfast.checkpoint.entries.rng import random_state
 from holdfast.checkpoint.entries.sharding import local_of
@@ -186,7 +186,8 @@ def _counts(kind: type) -> dict[str, str]:
     """
     try:
         tree = parsed(inspect.getsource(kind))
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError) as error:
+        pass_on(error)
         return {}
     methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     can_be_set = any(method.name == "set_epoch" for method in methods)
@@ -270,10 +271,9 @@ def _is_passed(path: str, name: str, item: object, found: Around, names: Mapping
 
 def _has_attributes(value: object) -> bool:
     """Tell whether a value has a dict of attributes; one that does not want to be asked has none."""
-    try:
+    with forgive(Exception):
         return hasattr(value, "__dict__")
-    except Exception:  # noqa: BLE001 - of the user's objects
-        return False
+    return False  # of the user's objects
 
 
 def _of_changes(found: Around, names: Mapping[str, Any], held: Mapping[str, Any], given: Given) -> Iterator[Finding]:
@@ -326,7 +326,8 @@ def _left_in(kind: type) -> Mapping[str, int] | None:
                     continue
                 lines, first = inspect.getsourcelines(each)
                 found = {**left_in("".join(lines), first), **found}
-            except (OSError, TypeError, SyntaxError):  # no text, or that of a file that was changed since
+            except (OSError, TypeError, SyntaxError) as error:  # no text, or that of a file that was changed since
+                pass_on(error)
                 continue
             is_users = True
         _LEFT_IN[kind] = found if is_users else None
@@ -374,11 +375,10 @@ def _of_cells(found: Around, names: Mapping[str, Any]) -> Iterator[Finding]:
 @functools.lru_cache(maxsize=64)
 def _kept_by(code: CodeType) -> Mapping[str, int]:
     """Returns what a function of the user's keeps of the one around it."""
-    try:
+    with forgive(OSError, SyntaxError):
         lines, first = inspect.getsourcelines(code)
         return kept_by("".join(lines), first) if user_frames.is_users_file(code.co_filename) else {}
-    except (OSError, SyntaxError):  # a lambda's text may be a part of a line
-        return {}
+    return {}  # a lambda's text may be a part of a line
 
 
 def _is_another(value: Any, begins: object) -> bool:

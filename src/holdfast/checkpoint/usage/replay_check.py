@@ -256,7 +256,8 @@ class SelfCheck:
         self._line.settimeout(LIMIT_S + TIMES * (time.monotonic() - self._began_s))
         try:
             data = _receive(self._line.recv)
-        except OSError:  # too late, or cut off
+        except OSError as error:  # too late, or cut off
+            pass_on(error)
             data = b""
         self.end()
         if not data:

@@ -94,7 +94,12 @@ class Caller:
         self._lost = ""
         self._closing = False
         self._thread = threading.Thread(target=self._read, name=f"holdfast reader {channel.where}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # of a signal's handler: it may run already
+            self._closing = True
+            channel.abort()
+            raise
 
     @property
     def alive(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.tiers.memory.processes import boot_id, take_lock
 from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.wire.frames import unix_path
@@ -51,11 +52,10 @@ class RuntimePaths:
 
     def identity(self) -> str:
         """Return what ranks share whose keeper is the same: machine and directory; empty if it is not known."""
-        try:
+        with forgive(OSError):
             found = os.stat(self.directory)
             return f"{boot_id().strip()}/{found.st_dev}/{found.st_ino}"
-        except OSError:
-            return ""
+        return ""
 
     @property
     def address(self) -> str:
@@ -113,6 +113,7 @@ class RuntimePaths:
         try:
             private.make(self.directory, below=self.runtime)
         except OSError as error:
+            pass_on(error)
             raise ConfigError(
                 f"cannot create the runtime directory: {error.strerror}",
                 where=str(self.directory),

@@ -14,12 +14,14 @@ import select
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import holdfast
 from holdfast.base import private, program
 from holdfast.base.config import Config, parse_size
 from holdfast.base.errors import ConfigError, KeeperError, KeeperLost, KeeperNotStarted
+from holdfast.base.handler_errors import forgive
 from holdfast.keeper.rpc.caller import ring
 from holdfast.keeper.rpc.listener import Network, hidden
 from holdfast.keeper.rpc.messages import VIEWER, Hello
@@ -106,18 +108,16 @@ def _answers(place: RuntimePaths) -> bool:
 
 
 def _holder(place: RuntimePaths) -> str:
-    try:
+    with forgive(OSError):
         return place.keeper_lock.read_text().strip() or "?"
-    except OSError:
-        return "?"
+    return "?"
 
 
 def _lock_within(place: RuntimePaths, deadline: float) -> int:
     """The start lock. flock knows no deadline, so a thread waits for it and may be left behind until it gets it."""
     taken: list[int] = []
     failed: list[OSError] = []
-    given_up = threading.Event()
-    guard = threading.Lock()
+    is_given_up = False
 
     def wait() -> None:
         try:
@@ -125,28 +125,28 @@ def _lock_within(place: RuntimePaths, deadline: float) -> int:
         except OSError as error:
             failed.append(error)
             return
-        with guard:
-            if fd is not None and given_up.is_set():
-                os.close(fd)
-            elif fd is not None:
-                taken.append(fd)
+        if fd is not None:
+            taken.append(fd)
+        if is_given_up:
+            let_go()
+
+    def let_go() -> None:
+        with suppress(IndexError):  # both threads may be at it
+            while True:
+                os.close(taken.pop())
 
     thread = threading.Thread(target=wait, name="holdfast start lock", daemon=True)
-    thread.start()
     try:
+        thread.start()
         thread.join(max(0.1, deadline - time.monotonic()))
-    except BaseException:  # of a signal's handler; else the thread would keep the lock until this process ends
-        with guard:
-            given_up.set()
-            for fd in taken:
-                os.close(fd)
+        if not taken:
+            why = failed[0].strerror if failed else "another process holds the start lock and does not finish"
+            raise KeeperError(f"the keeper was not started: {why}", where=str(place.directory))
+        return taken[0]
+    except BaseException:  # of a signal's handler, too; else the thread would keep the lock until this process ends
+        is_given_up = True  # without a lock, which a handler would keep
+        let_go()
         raise
-    with guard:
-        given_up.set()
-    if not taken:
-        why = failed[0].strerror if failed else "another process holds the start lock and does not finish"
-        raise KeeperError(f"the keeper was not started: {why}", where=str(place.directory))
-    return taken[0]
 
 
 def _spawn(place: RuntimePaths, root: str, config: Config, deadline: float) -> bool:

@@ -12,6 +12,7 @@ import os
 import signal
 from pathlib import Path
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.keeper.rpc.paths import KEEPER_LOCK
 from holdfast.tiers.memory.proc_stat import stat_fields
 
@@ -28,7 +29,8 @@ def wake(directory: Path) -> bool:
         if stat_fields(pid)[:1] != [_STOPPED] or not _has_open(pid, lock):
             return False
         os.kill(pid, signal.SIGCONT)
-    except (OSError, ValueError):  # it ended, is another user's, or nothing can be known of it
+    except (OSError, ValueError) as error:  # it ended, is another user's, or nothing can be known of it
+        pass_on(error)
         return False
     logger.warning("keeper %d was stopped by a signal and is waited for: it is continued", pid)
     return True

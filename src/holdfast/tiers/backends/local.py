@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base.errors import Fenced, HoldfastError, StorageError, StorageFull, VersionNotFound
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.tiers.backends import posix_io
 from holdfast.tiers.backends.interface import TEMPORARY, NotCachedError, Properties, check_segment, split_name
 from holdfast.tiers.backends.parallel_streams import StreamCount
@@ -143,7 +143,7 @@ class LocalBackend:
                 posix_io.sync(target, root)
             finally:
                 # Gone, unless `name` was a name of this very file: then the rename did nothing.
-                with contextlib.suppress(OSError):
+                with forgive(OSError):
                     os.unlink(temporary, dir_fd=place)
         self._note(name, noted)
         return True
@@ -299,7 +299,7 @@ class LocalBackend:
                 yield place, name
             finally:
                 # After an error the file is worth nothing; after a rename there is none; after a link it is spare.
-                with contextlib.suppress(OSError):
+                with forgive(OSError):
                     os.unlink(name, dir_fd=place)
 
 

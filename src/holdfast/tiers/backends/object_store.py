@@ -72,6 +72,7 @@ def open_bucket(url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> ObjectStor
     try:
         store = from_url(url, client_options=options, retry_config={"max_retries": 0})
     except (BaseError, ValueError, OSError) as error:
+        pass_on(error)
         raise ConfigError(
             f"the object store cannot be opened: {_words(error)}", where=url, remedy="correct the URL or its settings"
         ) from error

@@ -10,6 +10,8 @@ import os
 import stat
 from dataclasses import dataclass
 
+from holdfast.base.handler_errors import pass_on
+
 
 @dataclass(frozen=True, slots=True)
 class OwnDescriptor:
@@ -37,6 +39,7 @@ def identity(number: int) -> tuple[int, int, int] | None:
     """Return device, inode and kind of what is behind a descriptor; None if there is nothing."""
     try:
         status = os.fstat(number)
-    except (OSError, OverflowError, ValueError):
+    except (OSError, OverflowError, ValueError) as error:
+        pass_on(error)
         return None
     return status.st_dev, status.st_ino, stat.S_IFMT(status.st_mode)

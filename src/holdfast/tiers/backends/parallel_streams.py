@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 
+from holdfast.base.handler_errors import pass_on
+
 # What one stream moves in one call.
 UNIT_BYTES = 8 << 20
 FIRST_STREAMS = 8
@@ -136,7 +138,8 @@ class Streams:
         self._threads.append(thread)
         try:
             thread.start()
-        except RuntimeError:
+        except RuntimeError as error:
+            pass_on(error)
             self._threads.remove(thread)
             if not self._threads and (do := self._works.get()) is not None:
                 do()

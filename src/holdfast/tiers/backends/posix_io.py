@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.base.errors import StorageUnfit
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.tiers.backends.interface import held_at_once, total_bytes
 from holdfast.tiers.backends.parallel_streams import UNIT_BYTES, StreamCount, Streams
 
@@ -158,7 +158,7 @@ def closing(descriptor: int) -> Iterator[int]:
     try:
         yield descriptor
     except BaseException:
-        with contextlib.suppress(OSError):
+        with forgive(OSError):
             os.close(descriptor)
         raise
     os.close(descriptor)

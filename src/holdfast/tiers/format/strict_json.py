@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from holdfast.base.errors import CorruptError, NewerFormat, UsageError
+from holdfast.base.handler_errors import pass_on
 
 # What this holdfast writes; one number for images, manifests and registrations.
 FORMAT_VERSION = 1
@@ -75,6 +76,7 @@ def decode(data: bytes | str, kind: Any, where: str, what: str) -> Any:
     try:
         value = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        pass_on(error)
         raise CorruptError(f"{what} is not valid: {error}", where=where) from error
     if encode(value) != (data.encode() if isinstance(data, str) else data):
         raise CorruptError(f"{what} is not in canonical form (doubled names, spare white space)", where=where)
@@ -86,6 +88,7 @@ def peek(data: bytes | str, kind: type[T], where: str, what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        pass_on(error)
         raise CorruptError(f"{what} is not valid: {error}", where=where) from error
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast.base.errors import CorruptError, UsageError
+from holdfast.base.handler_errors import pass_on
 
 MAX_DEPTH = 100
 # -1 and -2 share a hash in Python; honest members hardly ever do.
@@ -85,6 +86,7 @@ def decode(data: bytes | memoryview, *, where: str = "values") -> Any:
         tree = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
         return _from_json(tree, 0)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, struct.error, binascii.Error) as error:
+        pass_on(error)
         raise CorruptError(f"the values are not valid: {error}", where=where) from error
 
 

@@ -19,4 +19,4 @@ def groups_above(controller: str, *, proc: Path, cgroup: Path) -> Iterator[tuple
         if controllers == "" or controller in controllers.split(","):
             base = cgroup / controller if controllers else cgroup
             own = base / path.strip("/")
-            yield path, [own, *(above for above in own.parents if above.is_relative_to(base))]
+            yield path, [own, *(above for above in own.parents if base in (above, *above.parents))]

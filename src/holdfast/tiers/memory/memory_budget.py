@@ -168,7 +168,8 @@ def _parse(data: bytes) -> dict[str, int]:
     """Return what is readable; a file cut short by a crash only forgets reservations, and its owners write them again."""
     try:
         found = parse_loose(data or b"{}")
-    except ValueError:
+    except ValueError as error:
+        pass_on(error)
         return {}
     if not isinstance(found, dict):
         return {}
@@ -205,6 +206,7 @@ def _number(*files: Path) -> int | None:
 def _file_cache(file: Path) -> int:
     try:
         rows = dict(line.split(" ", 1) for line in file.read_text().splitlines())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        pass_on(error)
         return 0
     return int(rows.get("total_inactive_file", rows.get("inactive_file", "0")))

@@ -34,7 +34,8 @@ def shared_memory_policy(path: Path = SHMEM_ENABLED) -> str:
     """Return which shared memory gets huge pages, as the kernel names it (`never`, `advise`); empty if it does not say."""
     try:
         chosen = re.search(r"\[(\w+)\]", path.read_text())
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError) as error:
+        pass_on(error)
         return ""
     return chosen[1] if chosen else ""
 

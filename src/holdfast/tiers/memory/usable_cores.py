@@ -10,6 +10,7 @@ import math
 import os
 from pathlib import Path
 
+from holdfast.base.handler_errors import forgive
 from holdfast.tiers.memory.control_groups import groups_above
 
 
@@ -28,11 +29,10 @@ def usable_cores(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
 def _quota(directory: Path) -> float:
     """Cores that a group may keep busy; 0 where it has no limit or says nothing that can be read."""
-    try:
+    with forgive(OSError, ValueError, ZeroDivisionError):
         if (both := directory / "cpu.max").exists():
             quota, period = both.read_text().split()
         else:
             quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return max(0.0, int(quota) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):
-        return 0.0
+    return 0.0

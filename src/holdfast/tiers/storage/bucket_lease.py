@@ -25,6 +25,7 @@ import time
 from typing import Any
 
 from holdfast.base.errors import Fenced, HoldfastError, InUse, VersionNotFound
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.format.strict_json import parse_loose
 from holdfast.tiers.memory.processes import has_ended, machine_id, start_time
@@ -198,7 +199,8 @@ def _decode(data: bytes) -> dict[str, Any]:
         return {}
     try:
         words = parse_loose(data)
-    except ValueError:
+    except ValueError as error:
+        pass_on(error)
         words = None
     return words if isinstance(words, dict) and words else {"unreadable": data.hex()}
 

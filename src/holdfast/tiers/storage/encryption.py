@@ -31,6 +31,7 @@ from pathlib import Path
 from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, CorruptError
+from holdfast.base.handler_errors import pass_on
 
 KEY_BYTES = 32
 TAG_BYTES = 16
@@ -207,7 +208,8 @@ def load_key(setting: str) -> Key | None:
         return Key(text)
     try:
         return Key(bytes.fromhex(text.decode("ascii").strip()))
-    except ValueError:
+    except ValueError as error:
+        pass_on(error)
         raise ConfigError(
             "the encryption key is neither 64 hex digits nor 32 bytes", where=_source(setting), remedy="make a new one"
         ) from None
@@ -227,6 +229,7 @@ def _read(path: Path) -> bytes:
         finally:
             os.close(descriptor)
     except OSError as error:
+        pass_on(error)
         raise ConfigError(f"the key cannot be read: {error.strerror}", where=where, remedy=remedy) from None
 
 
@@ -238,6 +241,7 @@ def _run(command: str) -> bytes:
             words, check=False, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_TIMEOUT_S
         )
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+        pass_on(error)
         what = f"the command for the key failed: {type(error).__name__}"
         raise ConfigError(what, where=where, remedy="run it by hand") from None
     if answer.returncode:

@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from holdfast.base.errors import CorruptError
+from holdfast.base.handler_errors import pass_on
 from holdfast.core.model import NAME_PATTERN, BundleRef, Seal, Version
 from holdfast.core.rank_runs import MAX_RANKS, count_in, spread
 from holdfast.core.recovery.version_choice import Stored
@@ -217,6 +218,7 @@ def decode_part(data: bytes, where: str) -> tuple[BundleFile, ...]:
         _check(num_ranks <= MAX_RANKS, f"more than {MAX_RANKS} ranks", where)
         _check(all(map(spread, {row.ranks for row in rows})), "a bundle of no rank", where)
     except ValueError as error:
+        pass_on(error)
         raise CorruptError(str(error), where=where) from error
     return tuple(_checked(row, where) for row in rows)
 

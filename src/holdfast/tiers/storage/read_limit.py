@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from holdfast.base.errors import StorageBusy
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.wire.latch import Changes, Latch
 
 # The slowest storage that is worth waiting for, in either direction.
@@ -78,7 +79,8 @@ class ReadLimit:
         try:
             try:
                 _start(threading.Thread(target=do, name="holdfast reading", daemon=True))
-            except RuntimeError:  # the system allows no more threads: it is done here, without a limit
+            except RuntimeError as error:  # the system allows no more threads: it is done here, without a limit
+                pass_on(error)
                 return work()
             while not ended.is_set():
                 waited_s = time.monotonic() - self._moved_s

@@ -14,7 +14,6 @@ such a reader drops. Called by `storage`.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import functools
@@ -30,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base.errors import InUse, StorageError
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.tiers.backends.local import translate
 from holdfast.tiers.backends.own_descriptor import OwnDescriptor
 from holdfast.tiers.backends.posix_io import is_remote
@@ -124,7 +123,7 @@ class RunLock:
                 return
             try:
                 if held.own.is_ours():  # a script may have closed it, and opened a file of its own under the number
-                    with contextlib.suppress(OSError):
+                    with forgive(OSError):
                         os.ftruncate(held.own.number, 0)  # while it is ours: nobody is to be named by mistake
             finally:  # what a signal's handler raises here would keep others out for as long as this process lives
                 held.own.close()
@@ -178,7 +177,8 @@ class RunLock:
         """Return whether the kernel of another machine would have to let go of it, on a file system that several reach."""
         try:
             words = parse_loose(self._words())
-        except ValueError:
+        except ValueError as error:
+            pass_on(error)
             return False
         elsewhere = isinstance(words, dict) and words.get("host") not in (None, socket.gethostname())
         return elsewhere and is_remote(self._path.parent)
@@ -201,7 +201,7 @@ def _open_to_writers(fd: int, status: os.stat_result, root: Path) -> None:
     root_mode = root.stat().st_mode
     mode = 0o600 | sum(both for write, both in ((0o020, 0o060), (0o002, 0o006)) if root_mode & write)
     if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode:
-        with contextlib.suppress(OSError):  # a file system that knows no modes
+        with forgive(OSError):  # a file system that knows no modes
             os.fchmod(fd, mode)
 
 
@@ -227,7 +227,7 @@ def _let_children_go() -> None:
 
 def _close_all() -> None:
     for held in _held.values():
-        with contextlib.suppress(OSError):
+        with forgive(OSError):
             held.own.close()
     _held.clear()
 
@@ -255,7 +255,8 @@ def _describe(data: bytes) -> str:
     """The words of a file that may hold anything."""
     try:
         words = parse_loose(data)
-    except ValueError:
+    except ValueError as error:
+        pass_on(error)
         return "an unknown process"
     fields = [words.get(name) for name in ("pid", "host", "run_id")] if isinstance(words, dict) else [None]
     if not all(isinstance(field, str | int) and str(field)[:_MAX_WORD].isprintable() for field in fields):

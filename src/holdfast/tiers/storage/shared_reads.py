@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.base.errors import StorageBusy
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.core.recovery.shared_reading import ReadingPlan
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class SharedReads:
 
     def remove(self) -> None:
         """Takes the name away; who has the file open keeps it."""
-        with contextlib.suppress(OSError):
+        with forgive(OSError):
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class SharedReads:
             yield True
         finally:
             if is_locked:
-                with contextlib.suppress(OSError):
+                with forgive(OSError):
                     self._set(fcntl.F_UNLCK, at)
 
     def _say(self, error: OSError) -> None:
@@ -207,5 +207,5 @@ def _let_children_go() -> None:
 
 def _close_all() -> None:
     for shared in list(_opened):
-        with contextlib.suppress(OSError):
+        with forgive(OSError):
             shared.let_go()

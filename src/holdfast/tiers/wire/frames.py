@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.base.errors import ConfigError, KeeperError, KeeperGone, KeeperLost
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.tiers.wire import tcp
 
 MAX_FRAME_BYTES = 16 << 20
@@ -241,10 +241,8 @@ class Channel:
     def abort(self) -> None:
         """Cuts the connection and wakes every thread that waits in it. Any thread, any number of times."""
         self._aborted = True
-        try:
+        with forgive(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # TLS's own would change its link under its users
-        except OSError:
-            pass  # the peer was faster
 
     def close(self) -> None:
         """Cuts the connection and gives the descriptor back. Only the owner, when nobody sends any more."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import threading
 
+from holdfast.base.handler_errors import pass_on
+
 
 def is_mine(condition: threading.Condition) -> bool:
     """Return whether this thread holds it, and may so wake those that wait; wakes none. A wait lets go of it."""
     try:
         condition.notify(0)
-    except RuntimeError:
+    except RuntimeError as error:
+        pass_on(error)
         return False
     return True

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Sequence
 
 from holdfast.base.errors import ConfigError
+from holdfast.base.handler_errors import pass_on
 
 # Incoming connections that the kernel holds while the keeper is busy accepting.
 BACKLOG = 256
@@ -64,6 +65,7 @@ def _bind(host: str, port: int, *options: int) -> socket.socket:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     except OSError as error:
+        pass_on(error)
         raise ConfigError(f"{host!r} is not an address: {error.strerror or error}", where="listen") from error
     sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
     try:
@@ -80,7 +82,8 @@ def _is_served(host: str, port: int) -> bool:
     """Return whether somebody listens there; on an address of all interfaces, on loopback too."""
     try:
         socket.create_connection((host, port), timeout=_KNOCK_S).close()
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return False
     return True
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from holdfast.base import private
 from holdfast.base.errors import ConfigError, KeeperError
+from holdfast.base.handler_errors import pass_on
 from holdfast.tiers.wire.frames import Blocked, Principal
 
 SECRET_BYTES = 32
@@ -63,6 +64,7 @@ def read_secret(source: str) -> bytes:
         finally:
             os.close(fd)
     except (OSError, ValueError) as error:
+        pass_on(error)
         what = error.strerror if isinstance(error, OSError) else "not a descriptor"
         raise ConfigError(f"cannot read the job's secret: {what}", where=where, remedy=remedy) from None
     match = _HEX.match(text)

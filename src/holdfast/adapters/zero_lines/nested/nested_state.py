@@ -16,11 +16,12 @@ import xxhash
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.adapters.zero_lines.changes import Changed
+from holdfast.adapters.zero_lines.changes import Changed, encoded
 from holdfast.adapters.zero_lines.doubts import Doubts, belongs, collectives_made
 from holdfast.adapters.zero_lines.nested.nested_look import Entry, Lost
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, Site
 from holdfast.adapters.zero_lines.nested.texts_of_start import are_alike, is_gone
+from holdfast.adapters.zero_lines.reach.growing_lists import apart
 from holdfast.adapters.zero_lines.reach.loader_places import has_place
 from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.memory import spans_of
@@ -165,7 +166,8 @@ class NestedState(Doubts):
         self.doubt(changed.reason)
         assert entry.items is not None
         return {
-            "rows": changed.rows, "gone": changed.gone, "carried": carried, "lost": lost, "absent": _absent(entry, names), "rng": packed_randomness(),
+            "rows": [[*row[:3], *map(apart, row[3:])] for row in changed.rows], "gone": changed.gone,
+            "carried": {name: apart(value) if is_plain(value) else value for name, value in carried.items()}, "lost": lost, "absent": _absent(entry, names), "rng": packed_randomness(),
             "digest": entry.items.digest(), "settings": settings(self.objects),
             "targets": _targets(entry), "same": _same(entry, names),
         }  # fmt: skip
@@ -465,8 +467,8 @@ def _is_same(saved: Any, now: Any) -> bool:
 
 def differing(saved: Sequence[Sequence[Any]], now: Changed) -> str:
     """Returns the path of a value that is not as it was saved; empty if all are."""
-    there = {row[0]: value_codec.encode(list(row[3:])) for row in saved}
-    here = {row[0]: value_codec.encode(list(row[3:])) for row in now.rows}
+    there = {row[0]: encoded([row]) for row in saved}
+    here = {row[0]: encoded([row]) for row in now.rows}
     return next((path for path in (*there, *here) if there.get(path) != here.get(path)), "")
 
 

@@ -11,7 +11,7 @@ have no graph, and whose layout in memory can be made again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ _SAME = "same"
 Span = tuple[int, int]
 
 
-def is_held(value: Any) -> bool:
-    """Tell whether a tensor or an array is one that can be carried, as far as it tells itself."""
+def is_held(value: Any, *, any_size: bool = False) -> bool:
+    """Tell whether a tensor or an array is one that can be carried, as far as it tells itself; also a large one, if `any_size`."""
     if type(value) is torch.Tensor:
         return (
             value.layout is torch.strided
@@ -36,7 +36,7 @@ def is_held(value: Any) -> bool:
                 value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg() or value.is_inference()
             )
             and value.is_contiguous()
-            and value.nbytes <= MAX_BYTES
+            and (any_size or value.nbytes <= MAX_BYTES)
             and not vars(value)
         )
     return (
@@ -46,7 +46,7 @@ def is_held(value: Any) -> bool:
         and value.dtype.isnative
         and value.flags.c_contiguous
         and value.flags.writeable
-        and value.nbytes <= MAX_BYTES
+        and (any_size or value.nbytes <= MAX_BYTES)
     )
 
 
@@ -75,7 +75,12 @@ def brought(value: Any, there: Any = None) -> Any:
     if type(value) is not dict or _KEY not in value:
         return value
     made = _made(value)
-    if not value.get(_SAME) or type(there) is not type(made) or (there.dtype, there.shape) != (made.dtype, made.shape):
+    return filled(there, made) if value.get(_SAME) else made
+
+
+def filled(there: Any, made: Any) -> Any:
+    """Returns the tensor or array that stands there, with what `made` has in it; `made` if it is of another kind."""
+    if type(there) is not type(made) or (there.dtype, there.shape) != (made.dtype, made.shape):
         return made
     if isinstance(made, torch.Tensor):
         with torch.no_grad():
@@ -119,16 +124,16 @@ def is_shared(first: int, end: int) -> bool:
     return any(first < last and begin < end for begin, last in sandbox.shared_memory())
 
 
-def overlapping(held: Mapping[str, Span], others: Iterable[tuple[Span, str]]) -> dict[str, str]:
+def overlapping(held: Iterable[tuple[str, Span]], others: Iterable[tuple[Span, str]]) -> dict[str, str]:
     """Returns those whose memory another one has a part of, with the name of that one.
 
     Args:
-        held: where each lies, by its path.
+        held: path of each, and where it lies, or a part of it.
         others: where others lie, and what they are called.
     """
     spans = sorted(
         [
-            *((first, end, path, True) for path, (first, end) in held.items()),
+            *((first, end, path, True) for path, (first, end) in held),
             *((*part, name, False) for part, name in others),
         ]
     )

@@ -10,6 +10,7 @@ look.unknown      objects that cannot be looked into, of which nobody knows whet
 look.born         path of an object that is nothing but attributes, and is held where another can be put -> its class by name
 look.kinds        name of a class -> the class, of such objects and of classes of the user; None if two have the name
 look.parts        path of a tensor or array that cannot be carried -> what else has a part of it
+look.why          path of a container that cannot be carried -> why
 look.places       path of every object that was looked at, by its `id`
 look.begins       path of a generator that has not begun, where a loop is about to
 look.loaders      path of a data loader whose workers stay -> a reference to it
@@ -21,6 +22,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holdfast.adapters.zero_lines.reach import held_arrays
+from holdfast.adapters.zero_lines.reach import growing_lists, held_arrays
 from holdfast.adapters.zero_lines.reach.attributes import put_attribute
 
 # The name, beside those of classes, of what a generator is when it has ended: it has no items, whatever it was.
@@ -45,7 +47,7 @@ class Leaf:
         owner, key: path of what holds it, and under which key.
         value: gives the value, as it can be stored.
         put: sets it in place, where it is.
-        held: the tensor or array itself, if it is one.
+        held: the tensor or array itself, if it is one; of a container with such what is in it.
         lasts: whether it is set in an object that has to be there: a generator of random numbers.
     """
 
@@ -85,6 +87,7 @@ class Look:
     local: dict[str, tuple[str, str]] = field(default_factory=dict)
     data: dict[str, tuple[object, bool]] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     born: dict[str, tuple[str, str, str | int]] = field(default_factory=dict)
     kinds: dict[str, type | None] = field(default_factory=dict)
@@ -102,9 +105,9 @@ class Look:
             if kind:
                 self._make(path, owner, key, kind[0])
             elif leaf is not None:
-                leaf.put(held_arrays.brought(value, leaf.held))
+                leaf.put(_brought(value, leaf.held))
             else:
-                self.owners[owner].put(key, held_arrays.brought(value))
+                self.owners[owner].put(key, _brought(value))
         for path, owner, key in gone:
             if path in self.leaves:
                 self.owners[owner].drop(key)
@@ -122,6 +125,12 @@ class Look:
         thing: Any = object.__new__(made)
         self.owners[owner].put(key, thing)
         self.owners[path] = owner_of(thing)
+
+
+def _brought(value: Any, there: Any = None) -> Any:
+    """Returns a value as it was before it was stored."""
+    grown = growing_lists.is_stored(value)
+    return growing_lists.brought(value, there) if grown else held_arrays.brought(value, there)
 
 
 def _ended() -> Generator[Any, Any, Any]:
@@ -142,7 +151,8 @@ def owner_of(thing: Any) -> Owner:
 
 def refill(owners: Mapping[str, Owner], live: Any, hold: tuple[str, str | int], value: Any) -> None:
     """Refill a container in place, for others may hold it too; unless it is something else now."""
-    if isinstance(live, dict) is not isinstance(value, dict) or not isinstance(value, list | dict | set):
+    alike = isinstance(live, dict) is isinstance(value, dict) and isinstance(value, list | dict | set)
+    if not alike or type(value) is OrderedDict:  # which has attributes
         owners[hold[0]].put(hold[1], value)
         return
     live.clear()

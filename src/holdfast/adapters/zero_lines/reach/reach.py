@@ -62,6 +62,8 @@ class Reach:
         self._kept = list(kept)
         self._users: dict[str, bool] = {}
         self._told: dict[int, Told] = {}
+        self._began: dict[str, Any] = {}
+        self._has_looked = False
 
     def look(
         self,
@@ -91,6 +93,8 @@ class Reach:
         walk.carried = frozenset(carried)
         walk.counted, walk.may_begin = self.counted, self.may_begin
         walk.why_not_staying = self.why_not_staying
+        walk.began, walk.is_first = self._began, not self._has_looked
+        self._has_looked = True
         for name, value in carried.items():
             walk.share(name, value)
         for number, thing in enumerate(self._kept):

@@ -35,7 +35,7 @@ from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.adapters.zero_lines.reach import arrow, held_arrays, identities, loader_places
+from holdfast.adapters.zero_lines.reach import arrow, growing_lists, held_arrays, identities, loader_places
 from holdfast.adapters.zero_lines.reach.attributes import (
     added_to,
     attributes_of,
@@ -171,6 +171,14 @@ class Told:
         return {key for key in held if key in self.names or key.lstrip("_") in self.names}
 
 
+def _has_dict(value: Any, depth: int = 0) -> bool:
+    """Tell whether a container is a dict, or has one in it that is not plain."""
+    if isinstance(value, dict) or depth > MAX_DEPTH:
+        return True
+    within = (part for part in value if isinstance(part, dict | list | tuple) and not is_plain(part))
+    return any(_has_dict(part, depth + 1) for part in within)
+
+
 class Walk:
     """One walk."""
 
@@ -192,12 +200,18 @@ class Walk:
         self.may_begin = False  # whether a generator that has not begun is what a restart makes again
         # Why the workers of a loader that stay cannot be taken up; empty if they can.
         self.why_not_staying: Callable[[DataLoader[Any]], str] = workers_stay
+        # What containers were at the beginning, by path: the container if it can be carried whole from there on, else None.
+        self.began: dict[str, Any] | None = None
+        self.is_first = False  # whether this is the beginning
         self.strict = False  # whether no rehearsal tells what is not seen: caches of `functools`, classes made of C
         self._local = local
         self._is_users = is_users
         self._kept = {id(thing) for thing in kept}
         self._seen: dict[int, Any] = {}  # keeps what it has seen, or another object could get its number
         self._paths: dict[int, str] = {}
+        self._roots: dict[
+            str, str
+        ] = {}  # path of a tensor or array in a container that is carried whole -> that of the container
         self._holders: dict[int, tuple[str, str]] = {}  # mutable part of a plain value -> its path, and the value's
         self._alive: list[Any] = []
         self._made: list[tuple[str, Any]] = []  # plain values that are noted as data, with their paths
@@ -266,7 +280,10 @@ class Walk:
             parts = value.values() if isinstance(value, dict) else value
             if not ATOM_SET.issuperset(map(type, parts)):
                 for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-                    if not (isinstance(part, ATOMS) or (type(part) is tuple and ATOM_SET.issuperset(map(type, part)))):
+                    if not (
+                        isinstance(part, (*ATOMS, torch.Tensor))
+                        or (type(part) is tuple and ATOM_SET.issuperset(map(type, part)))
+                    ):
                         self.share(f"{path}[{key!r}]", part, root)
 
     def keys(self, path: str, items: Mapping[Any, Any], owner: Owner, *, asks: int, dot: bool = True) -> None:
@@ -569,15 +586,58 @@ class Walk:
         if self._is_users_object(value) and getattr(value, "__dict__", None):
             self.keys(f"the attributes of {path}", vars(value), owner_of(value), asks=asks)
         if is_plain(value):
+            if self.is_first and self.began is not None:
+                self.began[path] = value
             put = functools.partial(refill, self.found.owners, value, hold)
             self.found.leaves[path] = Leaf(token_of(value), *hold, functools.partial(as_stored, value), put)
             self._note_data(path, value, self.found.leaves[path].token)
             self.share(path, value)
+        elif self._grows(path, value, hold):
+            return
         elif isinstance(value, dict):
             self._dict(path, value, Owner(value.__setitem__, value.pop), asks)
         else:
             self.found.fixed[f"the length of {path}"] = len(value)
             self._each(path, enumerate(some_of(value)), asks=asks)
+
+    def _grows(self, path: str, value: Any, hold: tuple[str, str | int]) -> bool:
+        """Tell whether a container of tensors and arrays is carried whole.
+
+        Who has dicts with such when the loop begins is looked into: what changes in them is carried item by item.
+        """
+        if self.began is None or (path in self.began and self.began[path] is None):
+            return False
+        found: growing_lists.Grown | str = "it has a dict in it"
+        if not self.is_first or not _has_dict(value):
+            found = self._why_not_whole(path, value, hold) or growing_lists.grown(value)
+        if isinstance(found, growing_lists.Grown):
+            other = next((self._paths.get(id(part), SAVED) for part in found.parts if id(part) in self._seen), "")
+            found = f"{other!r} is a part of it" if other else found
+        if isinstance(found, str):
+            if self.is_first:
+                self.began[path] = None
+            else:
+                self.found.fixed[path], self.found.why[path] = type(value).__qualname__, found
+            return False
+        if self.is_first:
+            self.began[path] = value
+        for number, part in enumerate(found.parts):
+            place = f"{path}[{number}]"
+            self._seen[id(part)], self._paths[id(part)], self._roots[place] = part, place, path
+        put = functools.partial(refill, self.found.owners, value, hold)
+        self.found.leaves[path] = Leaf(found.token, *hold, found.stored, put, found)
+        self.found.data[path] = (found.data_token, False)
+        self.share(path, value)
+        return True
+
+    def _why_not_whole(self, path: str, value: Any, hold: tuple[str, str | int]) -> str:
+        """Returns why a container of this class is not made again where it stands; empty if it is."""
+        kind = type(value)
+        if kind in (list, dict) or (kind is collections.OrderedDict and hold[0] in self.found.owners):
+            return ""
+        assert self.began is not None
+        known = self.is_first or self.began.get(path) is value
+        return "" if known and kind is not collections.OrderedDict else f"it is another {kind.__qualname__}"
 
     def _dict(self, path: str, items: Mapping[Any, Any], owner: Owner, asks: int) -> None:
         self.found.orders[path] = list(items)
@@ -669,8 +729,14 @@ class Walk:
 
     def _let_go(self, path: str, other: str) -> None:
         """Takes a held value for one that must stay as it is: something else has a part of it."""
+        path = self._roots.get(path, path)
         leaf = self.found.leaves.get(path)
-        if leaf is not None and (value := leaf.held) is not None:
+        if leaf is not None and isinstance(leaf.held, growing_lists.Grown):
+            del self.found.leaves[path]
+            self.found.fixed[path] = leaf.token
+            self._spans += [(held_arrays.span(part), path) for part in leaf.held.parts]
+            self.found.parts[path] = other
+        elif leaf is not None and (value := leaf.held) is not None:
             del self.found.leaves[path]
             self.found.fixed[path] = (
                 token_of_tensor(value) if isinstance(value, torch.Tensor) else token_of_array(value)
@@ -690,12 +756,18 @@ class Walk:
 
     def lone(self, kept: Iterable[Any], carried: Mapping[str, Any]) -> None:
         """Leaves as plain values only those tensors and arrays whose memory nothing else has, of these and of what was seen."""
-        held = {path: held_arrays.span(leaf.held) for path, leaf in self.found.leaves.items() if leaf.held is not None}
+        held = [
+            (path, held_arrays.span(part))
+            for path, leaf in self.found.leaves.items()
+            if leaf.held is not None
+            for part in (leaf.held.parts if isinstance(leaf.held, growing_lists.Grown) else (leaf.held,))
+        ]
         if not held:
             return
         spans = [(span, self._paths.get(id(thing), SAVED)) for thing in kept for span in spans_of(thing)]
         spans += [(span, name) for name, thing in carried.items() for span in spans_of(thing)]
-        params = [part for part in self._seen.values() if isinstance(part, nn.Parameter)]
+        seen = (part for part in self._seen.values() if type(part) is not torch.Tensor)
+        params = [part for part in seen if isinstance(part, nn.Parameter)]
         spans += [(span, self._paths.get(id(part), SAVED)) for part in params for span in spans_of(part)]
         spans += [((place, place + 1), SAVED) for told in self._told.values() for place in told.memory if place]
         for path, other in held_arrays.overlapping(held, [*self._spans, *spans]).items():
