@@ -1,4 +1,4 @@
-"""What a value holds of the world outside, part by part, and the paths by which a text names parts.
+"""The parts of a value that hold something of the world outside, and the paths by which a text names parts.
 
     path_of(`a.b['c']`)       "a.b['c']"
     {"": sources, "['lr']": sources, ".now()": sources}       what it is made of, what an item is, what an attribute returns when it is called
