@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import multiprocessing
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -138,3 +139,19 @@ def test_what_is_stored_does_not_follow_the_script() -> None:
     history["n"].append(2)
     history["loss"][0].add_(1)
     assert _shown(brought(kept)) == _shown({"loss": [torch.zeros(2)], "n": [1]})
+
+
+@pytest.mark.parametrize(
+    ("take", "why"),
+    [
+        (lambda main: [main["buffer"][0]], "'buffer' has a part of it"),
+        (lambda main: [main["x"], main["x"][:2]], "'x' has a part of it"),
+        (lambda _: [*torch.zeros(2, 2)], "two of its parts share memory"),
+        (lambda main: [main["model"].weight.detach()], "'model.weight' has a part of it"),
+    ],
+)
+def test_memory_that_something_else_has_is_refused_without_a_rehearsal(take: Callable[..., Any], why: str) -> None:
+    main: dict[str, Any] = {"seen": [], "buffer": torch.zeros(3, 4), "x": torch.ones(3), "model": torch.nn.Linear(2, 2)}
+    changes = _changes(main)
+    main["seen"].extend(take(main))
+    assert changes.now().reason == f"'seen' changes in the loop, and cannot be carried to a restart: {why}"
