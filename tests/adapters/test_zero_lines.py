@@ -391,8 +391,7 @@ def test_versions_follow_optimizer_steps_and_script_ends_normally(
             ACCUMULATES.replace("    model(", "    model.found = [torch.ones(3, 2).t()]\n    model("),
             [
                 "script_kept: model, optimizer",
-                "script_refused: 'model.found' came to be in the loop (line 8), and cannot be carried to a restart: "
-                "it has a tensor that is a view, sparse or quantized, or has attributes in it",
+                "script_refused: 'model.found' came to be in the loop (line 8), and cannot be carried to a restart: it has a tensor that is a view, sparse or quantized, or has attributes in it",
             ],
         ),
     ],
