@@ -1416,4 +1416,12 @@ class Names(dict):
     "object of a library with an iterator": Case(inline(
         pre="import textwrap\nwrapper = textwrap.TextWrapper()\nwrapper.source = iter(range(99))", body="next(wrapper.source)",
     ), "wrapper", kills=("2,3",), scale="(1 + next(wrapper.source) / 100)"),
+    "window and counter that come to be in the loop": Case(inline(
+        pre="class Log: last = None\nlog = Log()\nlog.seen = collections.Counter()",
+        body="if log.last is None: log.last, log.sums = collections.deque(maxlen=3), collections.defaultdict(float)\n"
+        "log.last.append(loss.item()); log.sums[i % 2] += 1; log.seen.update([i % 2])", behind="if epoch == 1: log.last = collections.deque(maxlen=2)",
+    ), scale="(1 + sum(log.last or []))", shown="log.last, log.sums, log.seen", kills=("0,4", "1,3", "2,3")),
+    "dict with parts made by a function of the loop": Case(inline(
+        pre="class Log: last = None\nlog = Log()", body="log.last = log.last or collections.defaultdict(lambda: 0); log.last[i % 2] += 1",
+    ), "another defaultdict", scale="(1 + len(log.last or []))", shown="log.last", kills=("0,4", "2,3")),
 }  # fmt: skip

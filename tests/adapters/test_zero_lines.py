@@ -162,7 +162,7 @@ def test_an_object_is_asked_for_its_state_only_where_it_has_something_new() -> N
     def looked() -> set[str]:
         return {path for path in reach.look({"thing": thing}, []).fixed if path.startswith("thing.")}
 
-    assert looked() == looked() == {"thing.extra[0]", "the length of thing.extra"} & looked()
+    assert looked() == looked() == {"thing.extra"}
     assert thing.asked == 1
     thing.named = torch.ones(2)
     looked()
@@ -388,10 +388,10 @@ def test_versions_follow_optimizer_steps_and_script_ends_normally(
             ["script_refused: nobody can be sure what 'data', a list_iterator, keeps from one step to the next"],
         ),
         (
-            ACCUMULATES.replace("    model(", "    model.found = [torch.ones(step)]\n    model("),
+            ACCUMULATES.replace("    model(", "    model.found = [torch.ones(3, 2).t()]\n    model("),
             [
                 "script_kept: model, optimizer",
-                "script_refused: 'the length of model.found' came to be in the loop (line 8), and cannot be carried to a restart",
+                "script_refused: 'model.found' came to be in the loop (line 8), and cannot be carried to a restart: it has a tensor that is a view, sparse or quantized, or has attributes in it",
             ],
         ),
     ],
@@ -518,6 +518,7 @@ def test_the_contract_of_doors(check: Check, tmp_path: Path) -> None:
         check(DOOR, made)
 
 
+# The second one in the list is a view, which is not carried.
 ONE_RANK_IS_UNSURE = """
 import argparse, os, torch
 import torch.distributed as dist
@@ -529,7 +530,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-args = argparse.Namespace(factor=[torch.ones(2)])
+args = argparse.Namespace(factor=[torch.ones(2), torch.ones(3, 2).t()])
 for step in range(20):
     loss = model(torch.full((2, 4), float(step % 7))).square().mean() * args.factor[0].sum()
     optimizer.zero_grad()
@@ -549,7 +550,7 @@ dist.destroy_process_group()
 # A tensor that is kept by its name gets another shape, on all ranks: the version has another layout than the script.
 ALL_RANKS_ARE_UNSURE = (
     ONE_RANK_IS_UNSURE.replace("args.factor[0]", "factor")
-    .replace("args = argparse.Namespace(factor=[torch.ones(2)])", "factor = torch.ones(2)")
+    .replace("args = argparse.Namespace(factor=[torch.ones(2), torch.ones(3, 2).t()])", "factor = torch.ones(2)")
     .replace("    if rank == 1 and step == 6:\n        factor.mul_(2)", "    factor.resize_(step + 3).fill_(2)")
 )
 

@@ -37,7 +37,7 @@ SAMPLE = {
     "weights that a function reads where the time of the start says": "2,3",
     "weights that a function writes where the time of the start says": "2,3", "batches of another size from one on": "1,4", "directory of another start that is gone": "2,3", "name that nobody can see to be drawn": "2,3",
     "pictures of a generator": "2,3", "predictions of an epoch, put together": "2,3", "views of a buffer that is written": "0,4",
-    "what is drawn by how many numbers are there": "2,3", "tensor of a list that has a name too": "2,3",
+    "window and counter that come to be in the loop": "2,3", "what is drawn by how many numbers are there": "2,3", "tensor of a list that has a name too": "2,3",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "epochs of a function": "2,3", "three loops": "1,1,5", "inline": "2,6", "two trainings": "b,0,3",

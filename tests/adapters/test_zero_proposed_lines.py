@@ -218,7 +218,7 @@ NONE = {
     "environment of a package": (
         ("class Room:\n    __module__, at = 'torch.rooms', 0\n    def reset(self): self.at = 0\n    def step(self): self.at += 1\n"
         "room = Room()\nroom.reset()\n"
-        f"for step in range(9):\n    room.step()\n    x, y = data[:]\n    {STEP}\n    net.seen = [torch.ones(1)]\n"),
+        f"for step in range(9):\n    room.step()\n    x, y = data[:]\n    {STEP}\n    net.seen = [torch.ones(3, 2).t()]\n"),
         "'room', a Room, has a place, or a memory, of its own",
     ),
     "groups that are added": (
@@ -246,7 +246,7 @@ NONE = {
         f"best = None\nfor step in range(9):\n    x, y = data[:]\n    {STEP}\n    if step in (0, 2): best = net.state_dict()\nnet.load_state_dict(best)\n",
         "'best' and 'opt' share memory",
     ),
-    "attribute of the model": (f"for step in range(9):\n    x, y = data[:]\n    {STEP}\n    net.seen = [torch.ones(step + 1)]\n", "net.seen"),
+    "attribute of the model": (f"for step in range(9):\n    x, y = data[:]\n    {STEP}\n    net.seen = [torch.ones(3, step + 2).t()]\n", "net.seen"),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from holdfast.adapters.zero_lines.reach import held_arrays, identities
+from holdfast.adapters.zero_lines.reach import container_kinds, held_arrays, identities
 from holdfast.adapters.zero_lines.reach.growing_lists import Grown, without_data
 from holdfast.adapters.zero_lines.reach.look import ENDED, Leaf, Look
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, has_set
@@ -99,7 +99,7 @@ class Changes:
         rows: list[list[Any]] = [[path, owner, key, None, kind] for path, (kind, owner, key) in born.items()]
         for path, leaf in now.leaves.items():
             was = before.leaves.get(path)
-            if was is not None and was.token == leaf.token and path not in self._always:
+            if was is not None and _is_same(leaf, was) and path not in self._always:
                 continue
             if was is None and leaf.owner not in before.owners and leaf.owner not in born:
                 reason = (
@@ -110,10 +110,7 @@ class Changes:
                     f"{path!r} changes in the loop{self._where(path)}, and {now.shared[path]}: a restart would make two of one"
                 )
             value, stay = _stored(leaf, was)
-            if any(held_arrays.is_shared(*held_arrays.span(part)) for part in stay):
-                reason = reason or (
-                    f"{path!r} changes in the loop{self._where(path)}, and other processes may write to its memory"
-                )
+            reason = reason or self._why_not_stored(path, leaf, (value, stay), now.owners)
             rows.append([path, leaf.owner, leaf.key, value])
             if path not in self._members and has_set(without_data(value)):
                 reason = reason or (
@@ -134,6 +131,16 @@ class Changes:
                 largest = max(rows, key=lambda row: len(encoded([row])))
                 rows, reason = [], reason or f"{largest[0]!r}{self._where(largest[0])} is too large to be carried"
         return Changed(rows, gone, reason)
+
+    def _why_not_stored(self, path: str, leaf: Leaf, stored: tuple[Any, list[Any]], owners: Container[str]) -> str:
+        """Returns why a restart would not have what `_stored` returned as it is now; empty if it would."""
+        value, stay = stored
+        if any(held_arrays.is_shared(*held_arrays.span(part)) for part in stay):
+            return f"{path!r} changes in the loop{self._where(path)}, and other processes may write to its memory"
+        if leaf.kind is None or not (value is None or (container_kinds.is_stored(value) and leaf.owner not in owners)):
+            return ""
+        kind = leaf.kind[0].__qualname__
+        return f"{path!r} becomes another {kind} in the loop{self._where(path)}, which cannot be carried to a restart"
 
     def _too_much(self, now: Look, rows: Iterable[Sequence[Any]]) -> str:
         """Returns why the tensors and arrays in containers are too large together; empty if they are not."""
@@ -320,6 +327,10 @@ def encoded(rows: Iterable[Sequence[Any]]) -> bytes:
     return value_codec.encode([[*row[:3], *map(without_data, row[3:])] for row in rows])
 
 
+def _is_same(now: Leaf, was: Leaf) -> bool:
+    return was.token == now.token and container_kinds.is_same(now.kind, was.kind)
+
+
 def _stored(now: Leaf, was: Leaf | None) -> tuple[Any, list[Any]]:
     """Returns a value as it is stored, and those of its tensors and arrays that are what they were when the loop began."""
     before = was.held if was is not None else None
@@ -328,6 +339,8 @@ def _stored(now: Leaf, was: Leaf | None) -> tuple[Any, list[Any]]:
         return now.held.stored(before), [part for part in now.held.parts if id(part) in old]
     if now.held is not None and now.held is before:
         return held_arrays.same(now.value()), [now.held]
+    if now.kind is not None:
+        return container_kinds.stored(now.value(), now.kind, was.kind if was is not None else None), []
     return now.value(), []
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holdfast.adapters.zero_lines.reach import growing_lists, held_arrays
+from holdfast.adapters.zero_lines.reach import container_kinds, growing_lists, held_arrays
 from holdfast.adapters.zero_lines.reach.attributes import put_attribute
 
 # The name, beside those of classes, of what a generator is when it has ended: it has no items, whatever it was.
@@ -48,6 +48,7 @@ class Leaf:
         value: gives the value, as it can be stored.
         put: sets it in place, where it is.
         held: the tensor or array itself, if it is one; of a container with such what is in it.
+        kind: of a container, what refilling it leaves as it is.
         lasts: whether it is set in an object that has to be there: a generator of random numbers.
     """
 
@@ -57,6 +58,7 @@ class Leaf:
     value: Callable[[], Any]
     put: Callable[[Any], None]
     held: Any = None
+    kind: container_kinds.Kind | None = None
     lasts: bool = False
 
 
@@ -104,7 +106,7 @@ class Look:
             leaf = self.leaves.get(path)
             if kind:
                 self._make(path, owner, key, kind[0])
-            elif leaf is not None:
+            elif leaf is not None and not container_kinds.is_stored(value):
                 leaf.put(_brought(value, leaf.held))
             else:
                 self.owners[owner].put(key, _brought(value))
@@ -129,6 +131,8 @@ class Look:
 
 def _brought(value: Any, there: Any = None) -> Any:
     """Returns a value as it was before it was stored."""
+    if container_kinds.is_stored(value):
+        return container_kinds.brought(value)
     grown = growing_lists.is_stored(value)
     return growing_lists.brought(value, there) if grown else held_arrays.brought(value, there)
 

@@ -35,7 +35,14 @@ from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.adapters.zero_lines.reach import arrow, growing_lists, held_arrays, identities, loader_places
+from holdfast.adapters.zero_lines.reach import (
+    arrow,
+    container_kinds,
+    growing_lists,
+    held_arrays,
+    identities,
+    loader_places,
+)
 from holdfast.adapters.zero_lines.reach.attributes import (
     added_to,
     attributes_of,
@@ -589,7 +596,8 @@ class Walk:
             if self.is_first and self.began is not None:
                 self.began[path] = value
             put = functools.partial(refill, self.found.owners, value, hold)
-            self.found.leaves[path] = Leaf(token_of(value), *hold, functools.partial(as_stored, value), put)
+            kind, told = container_kinds.kind_of(value), functools.partial(as_stored, value)
+            self.found.leaves[path] = Leaf(token_of(value), *hold, told, put, kind=kind)
             self._note_data(path, value, self.found.leaves[path].token)
             self.share(path, value)
         elif self._grows(path, value, hold):
@@ -625,7 +633,7 @@ class Walk:
             place = f"{path}[{number}]"
             self._seen[id(part)], self._paths[id(part)], self._roots[place] = part, place, path
         put = functools.partial(refill, self.found.owners, value, hold)
-        self.found.leaves[path] = Leaf(found.token, *hold, found.stored, put, found)
+        self.found.leaves[path] = Leaf(found.token, *hold, found.stored, put, found, container_kinds.kind_of(value))
         self.found.data[path] = (found.data_token, False)
         self.share(path, value)
         return True
@@ -633,9 +641,10 @@ class Walk:
     def _why_not_whole(self, path: str, value: Any, hold: tuple[str, str | int]) -> str:
         """Returns why a container of this class is not made again where it stands; empty if it is."""
         kind = type(value)
-        if kind in (list, dict) or (kind is collections.OrderedDict and hold[0] in self.found.owners):
-            return ""
         assert self.began is not None
+        is_refilled = kind in (list, dict) and type(self.began.get(path, value)) in (list, dict)
+        if is_refilled or (kind is collections.OrderedDict and hold[0] in self.found.owners):
+            return ""
         known = self.is_first or self.began.get(path) is value
         return "" if known and kind is not collections.OrderedDict else f"it is another {kind.__qualname__}"
 
