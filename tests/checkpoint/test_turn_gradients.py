@@ -14,6 +14,7 @@ import torch
 
 from holdfast.checkpoint.checkpointer.turn_gradients import TurnGradients
 from holdfast.checkpoint.entries import carried_tensors
+from holdfast.checkpoint.entries.gradients_part import GradientsPart
 from holdfast.checkpoint.usage.cleared_gradients import judged, turn_at
 
 REPORT = "ckpt.step(n)"
@@ -88,9 +89,8 @@ def test_without_a_loop_or_a_report_nothing_is_said(source: str) -> None:
 
 
 SCRIPT = """
-import types, torch, holdfast
+import torch, holdfast
 torch.manual_seed(3)
-env = types.SimpleNamespace(step=lambda number: None)
 G, D = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
 net = torch.nn.ModuleList([G, D])
 oG, oD = (torch.optim.AdamW(each.parameters(), 0.1) for each in (G, D))
@@ -114,14 +114,13 @@ HALVES = ["oD.zero_grad()", "D(G(z).detach()).square().mean().backward()", "CLIP
 TWO_PASSES = ["D(G(z)).square().mean().backward()", "oD.step()", "oD.zero_grad()", "oG.zero_grad()",
               "(D(G(z)) - 1).square().mean().backward()", "oG.step()"]  # fmt: skip
 GAN = [line for line in HALVES if line != "CLIP"]
-# What a turn does; whether its text reads what a step has used; whether that counts.
+# What a turn does, and whether its text reads what a step has used.
 BODIES = {
-    "a GAN": (GAN, False, False),
-    "an environment that steps": (["env.step(n)", *GAN], True, False),
-    "clips all": ([line.replace("CLIP", "torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)") for line in HALVES], True, True),
-    "the first pass adds": (TWO_PASSES, True, True),
-    "multiplied by zero": (["for p in net.parameters():", "    if p.grad is not None:", "        p.grad *= 0", *TWO_PASSES[:2], "oG.step()"], True, True),
-    "never": (["D(G(z)).square().mean().backward()", "oD.step()", "oG.step()"], True, True),
+    "a GAN": (GAN, False),
+    "clips all": ([line.replace("CLIP", "torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)") for line in HALVES], True),
+    "the first pass adds": (TWO_PASSES, True),
+    "multiplied by zero": (["for p in net.parameters():", "    if p.grad is not None:", "        p.grad *= 0", *TWO_PASSES[:2], "oG.step()"], True),
+    "never": (["D(G(z)).square().mean().backward()", "oD.step()", "oG.step()"], True),
 }  # fmt: skip
 
 
@@ -144,16 +143,28 @@ def test_a_job_that_comes_back_behind_any_step_ends_as_the_undisturbed_one(
 ) -> None:  # fmt: skip
     """Also behind the first steps, which no look at gradients can judge. Nothing is told where nothing is lost."""
     monkeypatch.setattr(carried_tensors, "MAX_BYTES", most)
-    lines, reads, counts = BODIES[body]
+    lines, reads = BODIES[body]
     config = f"holdfast.Config(every='1', linger_s=1.0, durable_every='0', runtime_dir={str(runtime_dir)!r})"
     whole = run(tmp_path / "whole.py", lines, config, 0, 6, keeps=False)["end"]
-    for at in (1, 2, 4) if not counts or most > 8 else ():
+    for at in (1, 2, 4) if not reads or most > 8 else ():
         first = run(tmp_path / "kept.py", lines, config, 0, at, keeps=True)
-        assert bool(first["carried"]) == (reads and most > 8)
+        assert bool(first["carried"]) == reads
         again = run(tmp_path / "kept.py", lines, config, at, 6, keeps=True)
         assert all(map(torch.equal, again["end"], whole)), at
         shutil.rmtree(tmp_path / "job")
     assert not [text for text in ("gradient", "are lost") if text in caplog.text.replace("versions have them", "")]
+
+
+@pytest.mark.parametrize("most", [12, 8])
+def test_what_the_text_reads_is_saved_if_it_can_be(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(carried_tensors, "MAX_BYTES", most)
+    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.zeros(3))], 0.1)
+    part = GradientsPart("gradients", lambda: [optimizer], list)
+    parameter.sum().backward()
+    optimizer.step()
+    part.stepped(optimizer)
+    part.note(lambda keys: (frozenset(), frozenset(keys)))
+    assert ([*part._living], part.why_lost) == (["0"] if most == 12 else [], "")
 
 
 def test_a_text_that_was_edited_since_says_nothing(tmp_path: Path) -> None:
