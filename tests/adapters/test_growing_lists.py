@@ -16,6 +16,7 @@ from holdfast.adapters.zero_lines.reach import growing_lists
 from holdfast.adapters.zero_lines.reach.growing_lists import Grown, brought, grown, without_data
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.checkpoint.entries import carried_tensors
+from holdfast.checkpoint.usage import sandbox
 from holdfast.tiers.format import values as value_codec
 
 
@@ -130,6 +131,16 @@ def test_memory_that_other_processes_see_is_refused() -> None:
     assert changes.now().reason == ""
     main["seen"].append(np.ones(2))
     assert "other processes may write" in changes.now().reason
+
+
+def test_the_kernel_is_asked_once_for_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read the map of the memory takes as long as to look at 50 tensors."""
+    main = {"seen": [torch.ones(1) for _ in range(100)]}
+    changes, asked = _changes(main), []
+    monkeypatch.setattr(sandbox, "shared_memory", lambda: asked.append(1) or iter(()))
+    main["seen"].append(torch.ones(1))
+    assert len(changes.now().rows) == 1
+    assert asked == [1]
 
 
 def test_what_is_stored_does_not_follow_the_script() -> None:

@@ -77,9 +77,9 @@ def test_who_shares_memory_is_found() -> None:
 def test_memory_that_other_processes_see_is_found() -> None:
     array = np.frombuffer(multiprocessing.Array("f", 3).get_obj(), dtype="f")
     shared = (torch.zeros(3).share_memory_()[1:], array, torch.from_numpy(array))
-    assert [held_arrays.is_shared(*held_arrays.span(each)) for each in shared] == [True] * 3
+    assert [held_arrays.is_shared(held_arrays.span(each)) for each in shared] == [True] * 3
     alone = (torch.zeros(3), np.zeros(3), torch.zeros(0))
-    assert [held_arrays.is_shared(*held_arrays.span(each)) for each in alone] == [False] * 3
+    assert [held_arrays.is_shared(held_arrays.span(each)) for each in alone] == [False] * 3
 
 
 @pytest.mark.parametrize("make", [lambda: torch.zeros(3), lambda: np.zeros(3)], ids=["tensor", "array"])

@@ -135,7 +135,7 @@ class Changes:
     def _why_not_stored(self, path: str, leaf: Leaf, stored: tuple[Any, list[Any]], owners: Container[str]) -> str:
         """Returns why a restart would not have what `_stored` returned as it is now; empty if it would."""
         value, stay = stored
-        if any(held_arrays.is_shared(*held_arrays.span(part)) for part in stay):
+        if held_arrays.is_shared(*map(held_arrays.span, stay)):
             return f"{path!r} changes in the loop{self._where(path)}, and other processes may write to its memory"
         if leaf.kind is None or not (value is None or (container_kinds.is_stored(value) and leaf.owner not in owners)):
             return ""

@@ -308,7 +308,7 @@ class Walk:
         if isinstance(thing, torch.Tensor):
             self.marks(path, thing)
             self.found.fixed[f"the shape of {path}"] = (tuple(thing.shape), str(thing.dtype), str(thing.device))
-            if type(thing) is torch.Tensor and thing.device.type == "cpu" and _is_shared(*held_arrays.span(thing)):
+            if type(thing) is torch.Tensor and thing.device.type == "cpu" and _is_shared(held_arrays.span(thing)):
                 self.found.fixed[path] = token_of_tensor(thing)
                 self.found.parts[path] = "another process"
         elif isinstance(thing, nn.Module):
