@@ -167,6 +167,26 @@ def test_what_the_text_reads_is_saved_if_it_can_be(monkeypatch: pytest.MonkeyPat
     assert ([*part._living], part.why_lost) == (["0"] if most == 12 else [], "")
 
 
+def test_names_that_mean_something_else_by_now_are_looked_up_again(tmp_path: Path) -> None:
+    """By a function that the loop calls: its text shows no assignment."""
+    source = "def swaps():\n    global one\n    if ckpt.last == 3: one = other\n" + text(
+        "one.zero_grad()", "one.step()", "swaps()", "ckpt.step(n)"
+    )
+    (path := tmp_path / "swaps.py").write_text(source)
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    one, other = (torch.optim.SGD([each], 0.1) for each in parameters)
+    looks, found = TurnGradients(), list[frozenset[int]]()
+
+    def step(number: int) -> None:
+        ckpt.last = number
+        found.append(looks.at(sys._getframe(1), {*map(id, parameters[: 1 if number == 8 else 2])})[0])
+
+    ckpt = SimpleNamespace(step=step, last=0)
+    exec(compile(source, str(path), "exec", dont_inherit=True), {"one": one, "other": other, "ckpt": ckpt})
+    first, second = (frozenset({id(each)}) for each in parameters)
+    assert found == [first] * 4 + [second] * 4 + [frozenset()]
+
+
 def test_a_text_that_was_edited_since_says_nothing(tmp_path: Path) -> None:
     source = text("one.zero_grad()", "one.step()", REPORT)
     found = []
@@ -177,7 +197,7 @@ def test_a_text_that_was_edited_since_says_nothing(tmp_path: Path) -> None:
         looks = TurnGradients()
 
         def step(_: int, looks: TurnGradients = looks, parameter: torch.nn.Parameter = parameter) -> None:
-            found.append(bool(looks.at(sys._getframe(1), [id(parameter)])[0]))
+            found.append(bool(looks.at(sys._getframe(1), {id(parameter)})[0]))
 
         code = compile(source, str(path), "exec", dont_inherit=True)
         exec(code, {"one": one, "ckpt": SimpleNamespace(step=step)})

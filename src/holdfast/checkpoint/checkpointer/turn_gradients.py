@@ -6,7 +6,7 @@ Called by `checkpoint.checkpointer.checkpointer` at each step that is reported, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Set
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Places of the script that report steps, of which more is not looked at.
 MAX_PLACES = 4
-_NOTHING = frozenset[int](), frozenset[int]()
+Judgement = tuple[frozenset[int], frozenset[int]]
+_NOTHING: Judgement = frozenset(), frozenset()
 
 
 class TurnGradients:
@@ -28,8 +29,10 @@ class TurnGradients:
 
     def __init__(self) -> None:
         self._turns: dict[tuple[CodeType, int], Turn | None] = {}
+        # By place: of which parameters and of what the names meant, and what was said of them.
+        self._known: dict[tuple[CodeType, int], tuple[frozenset[int], list[int], Judgement]] = {}
 
-    def at(self, frame: FrameType, parameters: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+    def at(self, frame: FrameType, parameters: Set[int]) -> Judgement:
         """Returns the numbers of the parameters whose gradients the next turn surely clears before it reads them, and of those it may read.
 
         Of neither kind is what the text does not tell.
@@ -47,7 +50,13 @@ class TurnGradients:
                 self._turns[place] = turn_at(user_frames.text(users), users.f_lineno) if _is_text_of(users) else None
             if (turn := self._turns.get(place)) is None or not (names := user_frames.names(users)):
                 return _NOTHING
-            return judged(turn, lambda path: _meant(path, names, turn), frozenset(parameters))
+            meant = {path: _meant(path, names, turn) for path in turn.paths}
+            things = [*map(id, meant.values())]
+            known = self._known.get(place)
+            if known is None or known[0] != parameters or known[1] != things:
+                every = frozenset(parameters)
+                known = self._known[place] = every, things, judged(turn, meant.get, every)
+            return known[2]
         except Exception as error:  # noqa: BLE001 - it is other people's code and objects, and training must go on
             pass_on(error)
             logger.info(

@@ -39,7 +39,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ FULL_FIRST = 3
 # Behind so many steps it is looked whether the script clears what a parameter used: who clears at every second does behind the other.
 LOOKS = 2
 _Seen = tuple[int, object]
-Judged = Callable[[Iterable[int]], tuple[frozenset[int], frozenset[int]]]
+Judged = Callable[[Set[int]], tuple[frozenset[int], frozenset[int]]]
 
 
 class GradientsPart(TransientPart):
@@ -152,7 +152,9 @@ class GradientsPart(TransientPart):
             parameters = parameters[:: -(-len(parameters) // SAMPLE)]
         grads = [(id(p), p, grad) for p in parameters if (grad := p.grad) is not None]
         used = {key: _seen(grad) for key, _, grad in grads}
-        self._zeroed.used((key, parameter, grad, used[key][0]) for key, parameter, grad in grads)
+        self._zeroed.used(
+            (key, parameter, grad, used[key][0]) for key, parameter, grad in grads if key not in self._proven
+        )
         for key, parameter, _ in grads:
             before = self._used.get(key)
             stayed = before is not None and before[0] == used[key][0]
@@ -211,10 +213,10 @@ class GradientsPart(TransientPart):
         held = any(map(fsdp1.units_of, self._modules()))  # it loses what is put back, zeros too: that is told
         parameters = self._parameters()
         grads = {key: grad for key, p in parameters.items() if (grad := p.grad) is not None}
-        looks = {key: (living_gradients.number_of(grad), _count(grad)) for key, grad in grads.items()}
         self._proven, read = judged(parameters.keys())
+        unsure = grads.keys() - self._proven
+        looks = {key: (living_gradients.number_of(grads[key]), _count(grads[key])) for key in unsure}
         lives = {key for key, look in looks.items() if key in self._uncleared or self._used.get(key) != look}
-        lives -= self._proven
         named = () if held else lives & self._names.keys()
         cleared = self._zeroed.found(
             [
@@ -243,11 +245,13 @@ class GradientsPart(TransientPart):
     def _take(self, read: Collection[int], parameters: Mapping[int, torch.Tensor]) -> None:
         """Counts gradients as living that were used, and that the next turn may read, if all of them can be carried."""
         before = self._living
+        if not read:
+            return
         numbered = ((str(number), *pair) for number, pair in enumerate(parameters.items()))
         self._living = before | {
             number: (p, _seen(p.grad)) for number, key, p in numbered if key in read and p.grad is not None
         }
-        if read and self.why_lost:
+        if self.why_lost:
             self._living = before
 
     @property

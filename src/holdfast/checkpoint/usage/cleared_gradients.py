@@ -112,6 +112,11 @@ class Turn:
     sets: frozenset[str]
     keeps: bool
 
+    @property
+    def paths(self) -> frozenset[str]:
+        """Return all paths of its events."""
+        return frozenset(path for event in (*self.events, *self.around) for path in _paths(event))
+
 
 def turn_at(source: str, line: int) -> Turn | None:
     """Returns what the turn does that reports its step in a line; None where no loop is around it.
@@ -161,6 +166,13 @@ def judged(
     _, read_around = _walk(turn.around, resolve, parameters, nothing, nothing)
     is_known = all(resolve(path) is not None for path in _cleared_by(turn.events))
     return cleared - read_around, read if turn.keeps and is_known else nothing
+
+
+def _paths(event: Event) -> Iterator[str]:
+    if isinstance(event, Either):
+        yield from (path for part in (*event.one, *event.other) for path in _paths(part))
+    else:
+        yield from (event.path,) if isinstance(event, Cleared) else event.paths
 
 
 def _cleared_by(events: Sequence[Event]) -> Iterator[str]:
