@@ -63,7 +63,7 @@ def _behind(function: Any) -> Callable[[FrameType, str], bool]:
     return counts
 
 
-@pytest.mark.parametrize("every", [53, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [97, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"memory_budget": "1KB"}], ids=["memory", "storage"])
 @pytest.mark.parametrize("way", ["close", "abandon"])
 def test_the_next_call_goes_on_where_a_handler_broke_off_the_one_that_left(

@@ -314,21 +314,22 @@ class Checkpointer:
         if self._again is not None:
             self._again.again(step, carry, sys._getframe(1))
             return None
-        run, step = self._running(), whole_number(step)
+        run, step, frame = self._running(), whole_number(step), sys._getframe(1)
         if run.saver.fence.is_interrupted:
             logger.warning(
                 "step %d is not finished: a signal's handler reports it in the middle of an optimizer's step", step
             )
             return None
-        one_more = run.observer.at(step, sys._getframe(1)) if run.observer is not None else False
+        one_more = run.observer.at(step, frame) if run.observer is not None else False
         reason = step_numbers.why_not(step, newest=run.step, start=run.start, one_more=one_more)
         if reason is not None:
             raise UsageError(reason.what, remedy=reason.remedy)
         run.state.carried.give(step, carry)
-        run.state.gradients.note()
-        run.accumulation.look(step, lambda: run.state.gradients.why_lost, run.saver.fence.num_steps, sys._getframe(1))
+        run.state.gradients.note(functools.partial(run.turns.at, frame))
+        run.accumulation.look(step, lambda: run.state.gradients.why_lost, run.saver.fence.num_steps, frame)
         if self._proof is not None:
-            self._proof.made(step, sys._getframe(1))
+            self._proof.made(step, frame)
+        del frame  # what it holds is the script's to free
         with torch.inference_mode(False):  # an evaluation may be around it
             return self._made(run, step)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver
+from holdfast.checkpoint.checkpointer.turn_gradients import TurnGradients
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.job.keeper_link import KeeperLink
@@ -104,6 +105,7 @@ class Run:
     owed: SaveHandle | None = None  # was due for storage by the cadence, and is not known to be there
     saved_steps: int = 0  # optimizer steps made until `last`
     observer: Observer | None = None
+    turns: TurnGradients = field(default_factory=TurnGradients)
     accumulation: AccumulationNotice = field(default_factory=lambda: AccumulationNotice(0))
     fleeting: Fleeting | None = None  # what `restore` loaded, if memory alone holds it
     recent: deque[SaveHandle] = field(default_factory=lambda: deque(maxlen=4))  # saves; those given up go with the next

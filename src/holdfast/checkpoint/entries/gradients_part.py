@@ -15,6 +15,10 @@ Of many parameters a sample is looked at, as long as every optimizer made a step
 the last looks at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much
 is saved then. What a backward pass behind the step gives to parameters outside of the sample alone is found at the next look at all.
 
+Where the text of the script's loop says that its next turn clears a gradient before anybody reads it, that one lives in no case. Where
+it says that the turn reads it first, and that nothing is cleared before that, it lives though it was used, as long as it can be carried.
+What follows is for what the text leaves open.
+
 A script may also never clear what was used, or not at each step, or not all of it. A gradient that is the same tensor at two optimizer steps
 is looked at behind this step and behind the next, when a backward pass begins to add to it: if it is not zero by then, it lives
 from there on. So does one in host memory that the next step reads, not zero, though no backward pass has come to it meanwhile, if one
@@ -35,7 +39,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +68,7 @@ FULL_FIRST = 3
 # Behind so many steps it is looked whether the script clears what a parameter used: who clears at every second does behind the other.
 LOOKS = 2
 _Seen = tuple[int, object]
+Judged = Callable[[Iterable[int]], tuple[frozenset[int], frozenset[int]]]
 
 
 class GradientsPart(TransientPart):
@@ -104,6 +109,7 @@ class GradientsPart(TransientPart):
         self._names: dict[int, str] = {}  # of parameters, by id
         self._looks: dict[int, int] = {}  # by a parameter's id: at whether the script clears what it used
         self._uncleared: set[int] = set()  # those of which it does not
+        self._proven = frozenset[int]()  # those of which the text of the script says that it does
         # Those that a backward pass has come to; and of them those that none has come to since an optimizer's step.
         self._reached: set[int] = set()
         self._asked: set[int] = set()
@@ -122,7 +128,7 @@ class GradientsPart(TransientPart):
         self._units = [
             each for module in self._modules() for each in module.modules() if living_gradients.is_sharded(each)
         ]
-        self._names = {key: owner.entry for key, owner in out.owners.items()}
+        self._names, self._proven = {key: owner.entry for key, owner in out.owners.items()}, frozenset()
         stepped = {
             id(p) for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]
         }
@@ -152,7 +158,7 @@ class GradientsPart(TransientPart):
             stayed = before is not None and before[0] == used[key][0]
             if before is None or stayed:
                 self._stays[key] = max(self._stays.get(key, 0), 2 if stayed else 1)
-            if before is None or key in self._uncleared:
+            if before is None or key in self._uncleared or key in self._proven:
                 continue
             # No backward pass has come to it since the step and the report before, or none can.
             may_be_left = key in self._reached or not parameter.requires_grad
@@ -168,8 +174,13 @@ class GradientsPart(TransientPart):
         self._sample.update((id(p), p) for p in parameters)
         self._stepped.add(id(optimizer))
 
-    def note(self) -> None:
-        """A step is reported now: finds what lives."""
+    def note(self, judged: Judged = lambda _: (frozenset(), frozenset())) -> None:
+        """A step is reported now: finds what lives.
+
+        Args:
+            judged: returns, of the `id` of each parameter, of which the next turn surely clears the gradient before it reads it, and of
+                which it may read it as it is now.
+        """
         all_stepped = self._stepped.issuperset(map(id, self._optimizers()))
         stepped, sample, quick = self._stepped, self._sample, self._is_quick
         self._stepped, self._sample, self._living, self._zero = set(), {}, {}, ()
@@ -201,7 +212,9 @@ class GradientsPart(TransientPart):
         parameters = self._parameters()
         grads = {key: grad for key, p in parameters.items() if (grad := p.grad) is not None}
         looks = {key: (living_gradients.number_of(grad), _count(grad)) for key, grad in grads.items()}
+        self._proven, read = judged(parameters.keys())
         lives = {key for key, look in looks.items() if key in self._uncleared or self._used.get(key) != look}
+        lives -= self._proven
         named = () if held else lives & self._names.keys()
         cleared = self._zeroed.found(
             [
@@ -222,9 +235,20 @@ class GradientsPart(TransientPart):
                 # In place by a write that torch does not count, as `fully_shard`'s are not; and not known yet to be cleared so.
                 stays = stays and (self._stays.get(key, 0) > 0 or living_gradients.is_zero(parameter))
                 (zero if stays else absent).append(name)
+        self._take(read & grads.keys() - lives, parameters)
         if zero and not held:
             self._zero = (True, absent) if len(absent) < len(zero) else (False, zero)
         self._plain = self._plain + 1 if all_stepped and not self._living and not self._zero else 0
+
+    def _take(self, read: Collection[int], parameters: Mapping[int, torch.Tensor]) -> None:
+        """Counts gradients as living that were used, and that the next turn may read, if all of them can be carried."""
+        before = self._living
+        numbered = ((str(number), *pair) for number, pair in enumerate(parameters.items()))
+        self._living = before | {
+            number: (p, _seen(p.grad)) for number, key, p in numbered if key in read and p.grad is not None
+        }
+        if read and self.why_lost:
+            self._living = before
 
     @property
     def is_elsewhere(self) -> bool:
@@ -237,7 +261,9 @@ class GradientsPart(TransientPart):
 
     def _lives(self, key: int, parameter: torch.Tensor) -> bool:
         """Return whether the next step reads the gradient of a parameter."""
-        return (grad := parameter.grad) is not None and (key in self._uncleared or not _is(grad, self._used.get(key)))
+        if (grad := parameter.grad) is None or key in self._proven:
+            return False
+        return key in self._uncleared or not _is(grad, self._used.get(key))
 
     def _is_next(self, key: int, look: _Seen) -> bool:
         """Return whether torch counts one write to a gradient since the step that used it."""
@@ -374,19 +400,26 @@ class GradientsPart(TransientPart):
         if key in self._reached:
             self._asked.add(key)
 
+        part = weakref.ref(self)  # whom nothing may hold as long as a parameter lives that no pass comes to
+
         def look(_: torch.Tensor) -> None:
             handle.remove()
-            self._reached.add(key)
-            self._asked.discard(key)
-            if self._is_uncleared(parameter):
-                self._found_uncleared(key)
-            elif (grad := parameter.grad) is not None and living_gradients.number_of(grad) != self._used[key][0]:
-                self._stays[key] = math.inf  # zeros, which the script has put in its place
+            if (found := part()) is not None:
+                found._begins(key, parameter)
 
         if "torch._dynamo" in sys.modules:  # else no backward pass is compiled, and it is slow to import
             look = torch.compiler.disable(look)  # type: ignore[no-untyped-call]
         # Whoever pickles the parameter meanwhile is not warned that it goes without the hook.
         handle = self._leaf(parameter).register_hook(unserializable_hook(look))  # type: ignore[no-untyped-call]
+
+    def _begins(self, key: int, parameter: torch.Tensor) -> None:
+        """A backward pass begins to add to the gradient of a parameter that was asked for."""
+        self._reached.add(key)
+        self._asked.discard(key)
+        if self._is_uncleared(parameter):
+            self._found_uncleared(key)
+        elif (grad := parameter.grad) is not None and living_gradients.number_of(grad) != self._used[key][0]:
+            self._stays[key] = math.inf  # zeros, which the script has put in its place
 
     def _leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns what a backward pass comes to: of a parameter that `fully_shard` cut, what stands for it meanwhile."""
@@ -418,7 +451,7 @@ class GradientsPart(TransientPart):
         if self._is_back and not self._is_told and key not in self._brought:
             logger.warning(
                 "this script does not clear the gradient of %s that an optimizer's step has used, and the version that was restored lacks "
-                "it: that was not known yet when it was saved. Training goes on otherwise than the run that saved would have",
+                "it: that was not known yet when it was saved. Training may go on otherwise than the run that saved would have",
                 self._names.get(key, "a parameter"),
             )
             self._is_told = True

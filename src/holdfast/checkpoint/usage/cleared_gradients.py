@@ -2,6 +2,8 @@
 
     events = read(body, functions, methods)          # from the text: what is cleared and read, in order
     proven(events, resolve, parameters)              # when names have values: numbers (`id`) of the parameters that are surely cleared
+    turn = turn_at(source, line)                     # the same of a turn that reports its step in this line
+    judged(turn, resolve, parameters)                # those that are surely cleared, and those that the next turn may read
 
 Gradients that are surely cleared need not be in a version: whatever they were, the next turn does not know. Who reads them: a step
 of an optimizer (those of its own parameters), clipping and unscaling, whatever speaks of `.grad` (all). Functions and methods of
@@ -11,8 +13,10 @@ the script are followed where they are called in a statement of their own. What 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+import builtins
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -20,12 +24,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.checkpoint.usage.name_flow import Function, stored
+from holdfast.checkpoint.usage.behind_step import runs_behind
+from holdfast.checkpoint.usage.loop_analysis import loops_at, report_at, scope_at
+from holdfast.checkpoint.usage.name_flow import Defined, Function, defined, stored
 
 _MAX_DEPTH = 6
 # Words of calls that read gradients besides `step`.
 _READS = ("clip_grad", "unscale_", "get_total_norm", "clip_grad_norm_", "clip_grad_value_")
 _PLAIN = (nn.Module.zero_grad, Optimizer.zero_grad)
+# Of a turn's loops behind a report: calls by these words clear no gradient.
+_QUIET = {
+    "add_scalar", "append", "cpu", "debug", "detach", "eval", "extend", "flush", "float", "get_last_lr", "info", "item", "items", "join",
+    "keys", "log", "mean", "perf_counter", "save", "set_description", "set_postfix", "state_dict", "sum", "time", "train", "update", "values",
+    "warning", "write", *vars(builtins),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +96,121 @@ def proven(
     return cleared
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the innermost loop around a report of a step.
+
+    Attributes:
+        events: what is cleared and read in it, in order; the report is none of it.
+        around: the same of what the loops around it run besides.
+        sets: names that these loops set.
+        keeps: whether the text shows that nothing is cleared between the report and the next turn.
+    """
+
+    events: tuple[Event, ...]
+    around: tuple[Event, ...]
+    sets: frozenset[str]
+    keeps: bool
+
+
+def turn_at(source: str, line: int) -> Turn | None:
+    """Returns what the turn does that reports its step in a line; None where no loop is around it.
+
+    Raises:
+        SyntaxError: the text is no Python.
+    """
+    tree = ast.parse(source)
+    scope = scope_at(tree, line)
+    loops, report = loops_at(scope, line), report_at(scope, line)
+    if not loops or report is None:
+        return None
+    functions, methods = defined(tree)
+    reader = _Reader(functions, methods, without=report)
+    besides = [
+        statement
+        for loop, inner in pairwise(loops)
+        for statement in loop.body
+        if all(node is not inner for node in ast.walk(statement))
+    ]
+    pairs: list[tuple[Sequence[ast.stmt], ast.AST]] = [(loops[-1].body, report)]
+    pairs += [(loop.body, inner) for loop, inner in pairwise(loops)]
+    behind = [statement for body, inside in pairs for statement in runs_behind(body, inside) or ()]
+    return Turn(
+        tuple(reader.run(loops[-1].body, None, 0)),
+        tuple(reader.run(besides, None, 0)),
+        frozenset(stored([loops[0]])),
+        _is_quiet(behind, functions, methods),
+    )
+
+
+def judged(
+    turn: Turn, resolve: Callable[[str], Any], parameters: frozenset[int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Returns which gradients the next turn clears before it reads them, and which it may read, whichever way it goes, before it clears them.
+
+    None of the second ones where the text leaves open what is cleared, in the turn or behind its report.
+
+    Args:
+        turn: what the text says.
+        resolve: returns what a path means; None if nobody knows.
+        parameters: numbers of all.
+    """
+    nothing = frozenset[int]()
+    cleared, _ = _walk(turn.events, resolve, parameters, nothing, nothing)
+    _, read = _walk(turn.events, resolve, parameters, nothing, nothing, surely=False)
+    _, read_around = _walk(turn.around, resolve, parameters, nothing, nothing)
+    is_known = all(resolve(path) is not None for path in _cleared_by(turn.events))
+    return cleared - read_around, read if turn.keeps and is_known else nothing
+
+
+def _cleared_by(events: Sequence[Event]) -> Iterator[str]:
+    for event in events:
+        if isinstance(event, Cleared):
+            yield event.path
+        elif isinstance(event, Either):
+            yield from _cleared_by([*event.one, *event.other])
+
+
+def _is_quiet(statements: Sequence[ast.stmt], functions: Defined, methods: Defined) -> bool:
+    """Tell whether statements, and what they call, surely clear no gradient."""
+    waiting: list[ast.AST] = list(statements)
+    seen: set[int] = set()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        for node in ast.walk(part):
+            if isinstance(node, ast.Attribute) and node.attr in ("grad", "zero_grad"):
+                return False
+            if isinstance(node, ast.Call):
+                is_method = isinstance(node.func, ast.Attribute)
+                word = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                targets = (methods if is_method else functions).get(word, ())
+                if not targets and word not in _QUIET:
+                    return False
+                waiting += targets
+    return True
+
+
 def _walk(
     events: Sequence[Event],
     resolve: Callable[[str], Any],
     everything: frozenset[int],
     cleared: frozenset[int],
     lost: frozenset[int],
+    *,
+    surely: bool = True,
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Returns what is cleared, and what was read before."""
+    """Returns what is cleared, and what was read before: on all ways, or on one; and on one, or on all."""
     for event in events:
         if isinstance(event, Cleared):
             cleared |= (_of(resolve(event.path)) & everything) - lost
         elif isinstance(event, Either):
-            one, lost_one = _walk(event.one, resolve, everything, cleared, lost)
-            other, lost_other = _walk(event.other, resolve, everything, cleared, lost)
-            lost = lost_one | lost_other
-            cleared = (one & other) - lost
+            one, lost_one = _walk(event.one, resolve, everything, cleared, lost, surely=surely)
+            other, lost_other = _walk(event.other, resolve, everything, cleared, lost, surely=surely)
+            lost = lost_one | lost_other if surely else lost_one & lost_other
+            cleared = (one & other if surely else one | other) - lost
         else:
             things = [resolve(path) for path in event.paths]
             optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
@@ -125,8 +236,13 @@ def _of(thing: Any) -> frozenset[int]:
 class _Reader:
     """Reads statements; names are those of the loop's frame, through what functions call them."""
 
-    def __init__(self, functions: Mapping[str, Sequence[ast.AST]], methods: Mapping[str, Sequence[ast.AST]]) -> None:
-        self._functions, self._methods = functions, methods
+    def __init__(
+        self,
+        functions: Mapping[str, Sequence[ast.AST]],
+        methods: Mapping[str, Sequence[ast.AST]],
+        without: ast.Call | None = None,
+    ) -> None:
+        self._functions, self._methods, self._without = functions, methods, without
 
     def run(self, body: Sequence[ast.stmt], names: _Names | None, depth: int) -> list[Event]:
         found: list[Event] = []
@@ -171,7 +287,7 @@ class _Reader:
             found = _reads_of(found)
         if isinstance(node, ast.Attribute) and node.attr == "grad":
             found.append(Read(()))
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Call) and node is not self._without:
             found += self._call(node, names, depth)
         return found
 
@@ -235,13 +351,13 @@ class _Reader:
 
 
 def _reads_of(events: Sequence[Event]) -> list[Event]:
-    """Returns what may be read on ways that need not be gone."""
+    """Returns what may be read on ways that need not be gone, and that something is cleared there."""
     found: list[Event] = []
     for event in events:
         if isinstance(event, Either):
             found += _reads_of([*event.one, *event.other])
-        elif isinstance(event, Read):
-            found.append(event)
+        else:  # whose gradients are cleared then is nothing that anybody may count on
+            found.append(event if isinstance(event, Read) else Cleared("?"))
     return found
 
 

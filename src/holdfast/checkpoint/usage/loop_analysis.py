@@ -90,8 +90,7 @@ def around(source: str, line: int, *, told: bool = True) -> Around | None:
     """
     tree = ast.parse(source)
     scope = scope_at(tree, line)
-    loops = sorted((n for n in own(scope) if isinstance(n, Loop) and _is_around(n, line)), key=lambda n: n.lineno)
-    call = _call(scope, line)
+    loops, call = loops_at(scope, line), report_at(scope, line)
     if not loops or (told and call is None):
         return None
     functions = Functions(tree if scope is tree else ast.Module(list(scope.body), []))
@@ -150,7 +149,7 @@ def from_outside(source: str, line: int, inner_source: str, inner_line: int) -> 
         SyntaxError: it is no Python.
     """
     tree = ast.parse(inner_source)
-    call = _call(scope_at(tree, inner_line), inner_line)
+    call = report_at(scope_at(tree, inner_line), inner_line)
     found = around(source, line, told=False)
     if call is None or found is None or not isinstance(call.func, ast.Attribute):
         return None
@@ -203,11 +202,13 @@ def scope_at(tree: ast.Module, line: int) -> Scope:
     return found
 
 
-def _is_around(loop: Loop, line: int) -> bool:
-    return loop.body[0].lineno <= line <= (loop.body[-1].end_lineno or 0)
+def loops_at(scope: Scope, line: int) -> list[Loop]:
+    """Returns the loops of a scope around a line, the outermost first."""
+    found = [n for n in own(scope) if isinstance(n, Loop) and n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0)]
+    return sorted(found, key=lambda loop: loop.lineno)
 
 
-def _call(scope: Scope, line: int) -> ast.Call | None:
+def report_at(scope: Scope, line: int) -> ast.Call | None:
     """Returns the call of `step` with a number that stands at a line."""
     for node in own(scope):
         if (

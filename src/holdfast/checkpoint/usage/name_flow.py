@@ -150,6 +150,31 @@ def _is_copy(node: ast.Call, read: set[int]) -> bool:
     return method in ("copy", "get", "pop") or (method in ("items", "keys", "values") and id(node) in read)
 
 
+Defined: TypeAlias = dict[str, list[ast.AST]]
+
+
+def defined(tree: ast.Module) -> tuple[Defined, Defined]:
+    """Returns by name the functions and lambdas of a script, and the methods of its classes. A class is called as its `__init__`."""
+    methods: Defined = {}
+    functions: Defined = {}
+    inside: set[int] = set()
+    for kind in ast.walk(tree):
+        if isinstance(kind, ast.ClassDef):
+            own_methods = [part for part in kind.body if isinstance(part, Function)]
+            inside.update(map(id, own_methods))
+            for part in own_methods:
+                methods.setdefault(part.name, []).append(part)
+            functions[kind.name] = [part for part in own_methods if part.name == "__init__"]
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and id(node) not in inside:
+            functions.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    functions.setdefault(target.id, []).append(node.value)
+    return functions, methods
+
+
 class Functions:
     """The functions of a script, by name: what calls of them read.
 

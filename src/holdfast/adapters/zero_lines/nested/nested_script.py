@@ -43,6 +43,7 @@ from holdfast.checkpoint.usage.name_flow import (
     Functions,
     Reader,
     Scope,
+    defined,
     keeps_names,
     keeps_names_of_others,
     loaded,
@@ -352,23 +353,7 @@ class _Calls:
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        self.methods: dict[str, list[ast.AST]] = {}
-        self.functions: dict[str, list[ast.AST]] = {}
-        inside: set[int] = set()
-        for kind in ast.walk(tree):
-            if isinstance(kind, ast.ClassDef):
-                own_methods = [part for part in kind.body if isinstance(part, Function)]
-                inside.update(map(id, own_methods))
-                for part in own_methods:
-                    self.methods.setdefault(part.name, []).append(part)
-                self.functions[kind.name] = [part for part in own_methods if part.name == "__init__"]
-        for node in ast.walk(tree):
-            if isinstance(node, Function) and id(node) not in inside:
-                self.functions.setdefault(node.name, []).append(node)
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-                for target in node.targets:
-                    if isinstance(target, ast.Name):
-                        self.functions.setdefault(target.id, []).append(node.value)
+        self.functions, self.methods = defined(tree)
         self._found: dict[int, list[ast.AST]] = {}
 
     def nodes(self, parts: Sequence[ast.AST]) -> list[ast.AST]:

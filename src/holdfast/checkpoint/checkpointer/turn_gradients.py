@@ -1,0 +1,80 @@
+"""Asks the text of the script's loop which gradients its next turn clears before it reads them, and which it reads.
+
+Called by `checkpoint.checkpointer.checkpointer` at each step that is reported, which passes it on to `checkpoint.entries.gradients_part`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+
+from holdfast.base.handler_errors import pass_on
+from holdfast.checkpoint.usage import user_frames
+from holdfast.checkpoint.usage.cleared_gradients import Turn, judged, turn_at
+
+logger = logging.getLogger(__name__)
+
+# Places of the script that report steps, of which more is not looked at.
+MAX_PLACES = 4
+_NOTHING = frozenset[int](), frozenset[int]()
+
+
+class TurnGradients:
+    """Looks at the loops that report steps."""
+
+    def __init__(self) -> None:
+        self._turns: dict[tuple[CodeType, int], Turn | None] = {}
+
+    def at(self, frame: FrameType, parameters: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Returns the numbers of the parameters whose gradients the next turn surely clears before it reads them, and of those it may read.
+
+        Of neither kind is what the text does not tell.
+
+        Args:
+            frame: reports a step, or called a method of ours that does.
+            parameters: `id` of each.
+        """
+        users = user_frames.users(frame)
+        if users is None:
+            return _NOTHING
+        place = users.f_code, users.f_lineno
+        try:
+            if place not in self._turns and len(self._turns) < MAX_PLACES:
+                self._turns[place] = turn_at(user_frames.text(users), users.f_lineno) if _is_text_of(users) else None
+            if (turn := self._turns.get(place)) is None or not (names := user_frames.names(users)):
+                return _NOTHING
+            return judged(turn, lambda path: _meant(path, names, turn), frozenset(parameters))
+        except Exception as error:  # noqa: BLE001 - it is other people's code and objects, and training must go on
+            pass_on(error)
+            logger.info(
+                "what the script's loop does to gradients is not looked at: %s: %s", type(error).__name__, error
+            )
+            self._turns[place] = None
+            return _NOTHING
+
+
+def _is_text_of(frame: FrameType) -> bool:
+    """Tell whether the code of a frame is what the text of its file says now: somebody may have edited it since."""
+    whole = compile(user_frames.text(frame), frame.f_code.co_filename, "exec", dont_inherit=True)
+    return any(code == frame.f_code for code in _codes(whole))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _codes(part)
+
+
+def _meant(path: str, names: Any, turn: Turn) -> Any:
+    """Returns what a path means; None if nobody knows, or if a turn sets it."""
+    name, *attributes = path.split(".")
+    thing = None if name in turn.sets else names.get(name)
+    for attribute in attributes:
+        held = getattr(thing, "__dict__", {})
+        thing = held.get(attribute, held.get("_modules", {}).get(attribute) if isinstance(thing, nn.Module) else None)
+    return thing
