@@ -100,6 +100,19 @@ def test_a_list_that_grows_is_copied_once() -> None:
     assert not growing_lists._blobs
 
 
+def test_a_list_that_grows_seldom_has_another_size() -> None:
+    """A layout of hundreds of tensors takes tens of milliseconds to plan."""
+    seen, sizes = list[torch.Tensor](), list[int]()
+    for number in range(3000):
+        seen.append(torch.full((2,), float(number)))
+        if number % 50 == 0:
+            stored = _grown(seen).stored()
+            sizes += [blob.nbytes for blob in stored["data"]["tensor float32"]]
+            assert _shown(brought(stored)) == _shown(seen)
+    assert sorted({*sizes}) == [4096, 8192, 16384, 32768]
+    assert sizes == sorted(sizes)
+
+
 def test_objects_of_the_beginning_are_filled_and_others_made() -> None:
     bank = [torch.zeros(2), np.zeros(2), torch.zeros(2)]
     before = _grown(bank)

@@ -27,7 +27,7 @@ from holdfast.adapters.zero_lines.reach.plain_values import MAX_DEPTH, MAX_ELEME
 from holdfast.checkpoint.entries.carried_tensors import MAX_BYTES
 
 _KEY = "holdfast.grown"
-_BLOB_BYTES, _SMALL_BYTES = 1 << 20, 16 << 10
+_BLOB_BYTES, _SMALL_BYTES, _LEAST_BYTES = 1 << 20, 16 << 10, 4 << 10
 _WITHIN: dict[type, str] = {list: "list", tuple: "tuple", dict: "dict", OrderedDict: "ordered"}
 _KINDS = {name: kind for kind, name in _WITHIN.items()}
 # What `state_dict()` of a module puts on what it returns.
@@ -292,8 +292,18 @@ def _digest(parts: list[Any]) -> bytes:
 def _blob(digest: bytes, parts: list[Any]) -> torch.Tensor:
     found = _blobs.get(digest)
     if found is None:
-        found = _blobs[digest] = _joined(parts)
+        found = _blobs[digest] = _padded(_joined(parts))
     return found
+
+
+def _padded(data: torch.Tensor) -> torch.Tensor:
+    """Returns a blob with zeros behind it, if it is the last one. It seldom has another size then: a version's layout is planned anew by that."""
+    size = data.numel()
+    if size >= _BLOB_BYTES:
+        return data
+    whole = data.new_zeros(max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
+    whole[:size] = data
+    return whole
 
 
 def _joined(parts: list[Any]) -> torch.Tensor:
