@@ -139,6 +139,37 @@ def test_what_comes_by_functions_alarms_and_calls_that_set_something_is_found(be
     assert "goes into the training" in found(before, body).outside
 
 
+LIMIT = (
+    "class Limit:\n    def __init__(self, s): self.s, self.since = s, time.time()\n    def on_step_end(self, trainer):\n"
+    "        if time.time() - self.since > self.s: trainer.should_stop = True\n"
+)
+TRAINER = (
+    "class Trainer:\n    def __init__(self, callbacks): self.callbacks, self.should_stop = callbacks, False\n    def fit(self):\n"
+    "        for x in batches:\n            loss = model(x).mean()\n            loss.backward(); optimizer.step()\n"
+    "            for callback in self.callbacks: CALL\n            if self.should_stop: break\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "body"),
+    [
+        (LIMIT + TRAINER.replace("CALL", "callback.on_step_end(self)") + "Trainer([Limit(60)]).fit()", ""),
+        (LIMIT + TRAINER.replace("CALL", "getattr(callback, event)(self)") + "Trainer([Limit(60)]).fit()", ""),
+        (LIMIT + "limit = Limit(60)", "limit.on_step_end(runs[step])\nif runs[step].should_stop: break"),
+        (LIMIT + "limit = Limit(60)", "limit.on_step_end(run())\nif trainer.should_stop: break"),
+        ("class Limit:\n    def __call__(self, state): state.stop = time.time() > 60\nlimit = Limit()", "limit(state)\nif state.stop: break"),
+        ("class Limit:\n    def set(self, s): s.stop = time.time() > 60\nlimits = [Limit()]", "for limit in limits: limit.set(s=s)\nif s.stop: break"),
+        ("def check(state):\n    if time.time() - t0 > 60: state['stop'] = True\nstate = {}", "check(state)\nif state['stop']: break"),
+        ("def check(state, t0):\n    state.stop = time.time() - t0 > 60", "check(state, time.time())\nif state.stop: break"),
+        ("def check(out):\n    out.append(time.time() > 60)\nout = []", "check(out)\nif out[-1]: break"),
+        ("def check(state):\n    state.update(stop=time.time() > 60)", "check(state)\nif state['stop']: break"),
+        ("def check(state):\n    state.update({'stop': time.time() > 60})", "check(state)\nif state['stop']: break"),
+    ],
+)  # fmt: skip
+def test_what_a_function_stores_on_its_argument_is_found(before: str, body: str) -> None:
+    assert "goes into the training" in found(before, body).outside
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -201,6 +232,11 @@ def test_a_loop_that_a_clock_ends_is_found(head: str) -> None:
         ("def now(): return time.time()\nformat = {'time': now, 'loss': lambda: 1}", "for name, f in format.items(): print(name, f())"),
         ("import atexit\natexit.register(lambda: print(time.time() - t0))", ""),
         ("meter = Meter(timer=time.time)", "meter.update(loss)\nprint(meter.rate())"),
+        ("def log(row):\n    row['at'] = time.time()\n    row['loss'] = 1", "log(row)\nscheduler.step(row['loss'])"),
+        ("def log(row):\n    row.update(at=time.time(), loss=1)", "log(row)\nscheduler.step(row['loss'])"),
+        ("def log(row):\n    row = str(time.time())\n    print(row)", "log(x)\nscheduler.step(x)"),
+        ("def log(meters):\n    meters['at'].update(time.time())\n    meters['loss'].update(1)", "log(meters)\nscheduler.step(meters['loss'].avg)"),
+        ("class Speed:\n    def on_step_end(self, trainer): trainer.seconds = time.time()\n" + TRAINER.replace("CALL", "callback.on_step_end(self)"), "print(trainer.seconds)"),
         ("def key(p): return time.time()\n", "for p in sorted(paths, key=os.path.getmtime): os.remove(p)"),
     ],
 )  # fmt: skip
