@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.adapters.zero_lines.drawing_calls import DrawingCalls
 from holdfast.adapters.zero_lines.outside_parts import (
     NONE,
     Source,
@@ -211,6 +212,7 @@ class _Flow:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
         }
         self._leads = self._leading()
+        self._drawing = DrawingCalls((*others, tree))
         self._aliases()
 
     def _read(self, statements: Sequence[ast.AST], scope: ast.AST, kind: ast.ClassDef | None = None) -> None:
@@ -590,11 +592,14 @@ class _Flow:
         if "param_groups" in text or "parameters" in text:
             frame.rates |= stored([node.target])
         frame.loops.append(node)
+        often = plain(value) if isinstance(node.iter, ast.Call) and last_name(node.iter.func) == "range" else NONE
+        if frame.control and self._drawing.draws(node.iter):
+            self._felt(frame, node)
         items = {"": held} if (held := plain(value) | functions_in(value)) else {}
 
         def turn() -> None:
             self._assign(node.target, items, frame)
-            self._block(node.body, frame)
+            self._under(often, node.body, frame)
 
         self._twice(turn, frame)
         frame.loops.pop()
@@ -723,7 +728,13 @@ class _Flow:
         self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, frame: _Frame
     ) -> Value:
         inner = _Frame(
-            frame.scope, dict(frame.names), frame.control, depth=frame.depth, loops=frame.loops, rates=frame.rates
+            frame.scope,
+            dict(frame.names),
+            frame.control,
+            depth=frame.depth,
+            loops=frame.loops,
+            rates=frame.rates,
+            trains=frame.trains,
         )
         held = NONE
         for each in node.generators:
@@ -732,6 +743,8 @@ class _Flow:
                 inner.names = {path: kept for path, kept in inner.names.items() if root(path) != name}
                 if value:
                     inner.names[name] = everything(value)
+            if frame.control and self._drawing.draws(each.iter):
+                self._felt(frame, node)
             for test in each.ifs:
                 held |= everything(self._eval(test, inner))
         for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
@@ -797,6 +810,8 @@ class _Flow:
         functions = NONE.union(*(functions_in(value) for value in (*given, *words.values())))
         passed = functions.union(*(plain(value) for value in (*given, *words.values())))
         self._judge(node, name, whole, passed, frame)
+        if frame.control and self._drawing.is_felt(node, whole):
+            self._felt(frame, node)
         for target, value in stores(node):
             self._assign(target, merged(self._value_of(path_of(target), frame), self._eval(value, frame)), frame)
         if name == "update" and isinstance(node.func, ast.Attribute):
@@ -962,6 +977,11 @@ class _Flow:
         ):
             own = passed
         self._sink(own, node)
+
+    def _felt(self, frame: _Frame, node: ast.AST) -> None:
+        """Notes something that the training feels, in a loop that trains, and that runs only by a clock."""
+        if frame.trains or any(id(loop) in self._training for loop in frame.loops):
+            self._sink(without_files(frame.control), node)
 
     def _rates_set(self, node: ast.Call, given: Sequence[Value], words: dict[str, Value], frame: _Frame) -> Sources:
         """Returns where the hyperparameters come from that an `update` sets: those of its text, and of a group whatever it is given."""
