@@ -139,6 +139,76 @@ def test_what_comes_by_functions_alarms_and_calls_that_set_something_is_found(be
     assert "goes into the training" in found(before, body).outside
 
 
+LIMIT = (
+    "class Limit:\n    def __init__(self, s): self.s, self.since = s, time.time()\n    def on_step_end(self, trainer):\n"
+    "        if time.time() - self.since > self.s: trainer.should_stop = True\n"
+)
+TRAINER = (
+    "class Trainer:\n    def __init__(self, callbacks): self.callbacks, self.should_stop = callbacks, False\n    def fit(self):\n"
+    "        for x in batches:\n            loss = model(x).mean()\n            loss.backward(); optimizer.step()\n"
+    "            for callback in self.callbacks: CALL\n            if self.should_stop: break\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "body"),
+    [
+        (LIMIT + TRAINER.replace("CALL", "callback.on_step_end(self)") + "Trainer([Limit(60)]).fit()", ""),
+        (LIMIT + TRAINER.replace("CALL", "getattr(callback, event)(self)") + "Trainer([Limit(60)]).fit()", ""),
+        (LIMIT + "limit = Limit(60)", "limit.on_step_end(runs[step])\nif runs[step].should_stop: break"),
+        (LIMIT + "limit = Limit(60)", "limit.on_step_end(run())\nif trainer.should_stop: break"),
+        ("class Limit:\n    def __call__(self, state): state.stop = time.time() > 60\nlimit = Limit()", "limit(state)\nif state.stop: break"),
+        ("class Limit:\n    def set(self, s): s.stop = time.time() > 60\nlimits = [Limit()]", "for limit in limits: limit.set(s=s)\nif s.stop: break"),
+        ("def check(state):\n    if time.time() - t0 > 60: state['stop'] = True\nstate = {}", "check(state)\nif state['stop']: break"),
+        ("def check(state, t0):\n    state.stop = time.time() - t0 > 60", "check(state, time.time())\nif state.stop: break"),
+        ("def check(out):\n    out.append(time.time() > 60)\nout = []", "check(out)\nif out[-1]: break"),
+        ("def check(state):\n    state.update(stop=time.time() > 60)", "check(state)\nif state['stop']: break"),
+        ("def check(state):\n    state.update({'stop': time.time() > 60})", "check(state)\nif state['stop']: break"),
+    ],
+)  # fmt: skip
+def test_what_a_function_stores_on_its_argument_is_found(before: str, body: str) -> None:
+    assert "goes into the training" in found(before, body).outside
+
+
+VALIDATE = (
+    "def validate(net, batches):\n    total = 0.0\n    with torch.no_grad():\n"
+    "        for x, y in batches: total += f(x, y)\n    return total\n"
+)
+LATE = "if time.time() - t0 > 60:\n    t0 = time.time()\n    "
+
+
+@pytest.mark.parametrize(
+    ("before", "body"),
+    [
+        (VALIDATE + "loader = DataLoader(data)", LATE + "print(validate(model, loader))"),
+        ("held = DataLoader(data)\n" + VALIDATE, LATE + "print(validate(model, batches=held))"),
+        ("", LATE + "print([f(x) for x in val_loader])"),
+        ("", LATE + "for i, x in enumerate(val_loader): print(x)"),
+        ("from package import validate", LATE + "validate(model, loader)"),
+        ("def sample(net, z):\n    return net(z)\nmodel.train()", LATE + "save_image(sample(model, z), 'a.png')"),
+        ("model.train()", LATE + "print(model(z))"),
+        ("model.train()", LATE + "print(model.generate(z))"),
+        ("class Net(torch.nn.Module):\n    def forward(self, x): return x\nnet = Net()", LATE + "print(net(z))"),
+        ("class Run:\n    def __init__(self, model): self.net = model\n    def show(self): print(self.net(z))\nmodel.train()\nrun = Run(model)", LATE + "run.show()"),
+        ("", LATE + "model.train()"),
+        ("", LATE + "net.eval()"),
+        ("", LATE + "torch.randn(3)"),
+        ("", LATE + "print(random.random())"),
+        ("from random import choice", LATE + "print(choice(words))"),
+        ("import numpy as np", LATE + "print(np.random.permutation(3))"),
+        ("", LATE + "noise.normal_()"),
+        ("", LATE + "next(batches_of)"),
+        ("", LATE + "print(next(iter(val_loader)))"),
+        ("", LATE + "head = torch.nn.Linear(2, 2)"),
+        ("", "for _ in range(int(time.time()) % 3): torch.randn(1)"),
+        ("", "time.time() > 60 and model.eval()"),
+        ("import threading\nthreading.Timer(60, model.eval).start()", ""),
+    ],
+)  # fmt: skip
+def test_draws_and_modes_that_hang_on_a_clock_are_found(before: str, body: str) -> None:
+    assert "goes into the training" in found(f"t0 = time.time()\n{before}", body).outside
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -201,11 +271,31 @@ def test_a_loop_that_a_clock_ends_is_found(head: str) -> None:
         ("def now(): return time.time()\nformat = {'time': now, 'loss': lambda: 1}", "for name, f in format.items(): print(name, f())"),
         ("import atexit\natexit.register(lambda: print(time.time() - t0))", ""),
         ("meter = Meter(timer=time.time)", "meter.update(loss)\nprint(meter.rate())"),
+        ("def log(row):\n    row['at'] = time.time()\n    row['loss'] = 1", "log(row)\nscheduler.step(row['loss'])"),
+        ("def log(row):\n    row.update(at=time.time(), loss=1)", "log(row)\nscheduler.step(row['loss'])"),
+        ("def log(row):\n    row = str(time.time())\n    print(row)", "log(x)\nscheduler.step(x)"),
+        ("def log(meters):\n    meters['at'].update(time.time())\n    meters['loss'].update(1)", "log(meters)\nscheduler.step(meters['loss'].avg)"),
+        ("class Speed:\n    def on_step_end(self, trainer): trainer.seconds = time.time()\n" + TRAINER.replace("CALL", "callback.on_step_end(self)"), "print(trainer.seconds)"),
+        ("def save(model, path): torch.save({'model': model.state_dict(), 'step': step}, path)\nmodel.train()", LATE + "save(model, 'last.pt')"),
+        ("class Run:\n    def save(self):\n        torch.save(self.model.state_dict(), 'last.pt')\nrun = Run()\nmodel.train()", LATE + "run.save()\n    model.save_pretrained('last')"),
+        ("norms = []", LATE + "norms.append(sum(p.norm().item() for p in model.parameters()))\n    print(next(model.parameters()).device, norms[-1])"),
+        ("writer = SummaryWriter()", LATE + "for n, p in model.named_parameters(): writer.add_histogram(n, p, step)"),
+        ("", LATE + "print(f'{step / len(train_loader):.0%} of {len(train_loader.dataset)}', loss.item(), optimizer.param_groups[0]['lr'])"),
+        ("", LATE + "torch.cuda.synchronize()\n    print(torch.cuda.memory_allocated(), sorted(times)[0], len(list(range(3))))"),
+        ("import wandb", LATE + "wandb.log({'loss': loss.item(), 'rate': scheduler.get_last_lr()[0]}, step=step)"),
+        ("import matplotlib.pyplot as plt", LATE + "plt.plot(losses)\n    plt.savefig('a.png')\n    plt.close()"),
+        ("import logging\nlog = logging.getLogger()", LATE + "log.info('%d steps', step)\n    sys.stdout.flush()\n    log.handlers[0].flush()"),
+        ("def every(seconds, f):\n    if time.time() - t0 > seconds: f()", "every(60, lambda: print(loss.item()))"),
+        ("pbar = tqdm(train_loader)", LATE + "pbar.set_postfix(loss=loss.item())\n    pbar.update(1)\n    pbar.refresh()"),
+        ("", "if step % 9 == 0:\n    model.eval()\n    print(model(z), time.time())\n    model.train()"),
+        ("", "took = time.time() - t0\nfor x in val_loader: f(model(x))\nprint(took)"),
+        ("class Net(torch.nn.Module):\n    def forward(self, x): return x\n    def size(self): return sum(p.numel() for p in self.parameters())\nnet = Net()", LATE + "print(net.size() / (time.time() - t0))"),
+        ("", LATE + "with open('last.txt', 'w') as f: f.write(str(loss.item()))\n    shutil.copy('last.txt', 'old.txt')\n    gc.collect()"),
         ("def key(p): return time.time()\n", "for p in sorted(paths, key=os.path.getmtime): os.remove(p)"),
     ],
 )  # fmt: skip
 def test_what_is_only_told_or_logged_is_not(before: str, body: str) -> None:
-    nest = found(before, body)
+    nest = found(f"t0 = time.time()\n{before}", body)
     assert not nest.outside
     assert not watched(nest)
 

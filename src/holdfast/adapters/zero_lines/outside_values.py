@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.adapters.zero_lines.drawing_calls import DrawingCalls
 from holdfast.adapters.zero_lines.outside_parts import (
     NONE,
     Source,
@@ -211,6 +212,7 @@ class _Flow:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
         }
         self._leads = self._leading()
+        self._drawing = DrawingCalls((*others, tree))
         self._aliases()
 
     def _read(self, statements: Sequence[ast.AST], scope: ast.AST, kind: ast.ClassDef | None = None) -> None:
@@ -344,6 +346,13 @@ class _Flow:
                 self._eval(node, frame)
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
                 self._one(node, frame)
+        called = {last_name(node.func) for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
+        for method in (part for name in self._methods.keys() - called for part in self._methods[name]):
+            if isinstance(method, Function) and not method.name.startswith(
+                "__"
+            ):  # it is called by a name that is made, or by a package
+                names = self._call(method, {}, _Frame(self._tree, {}))[1]
+                self._stored_on(method, {}, names, None, _Frame(self._tree, {}), own=True)
 
     def _above(self, statement: ast.stmt, frame: _Frame, *, is_plain: bool) -> None:
         """Goes through a statement above the loop; of one that is not plain only the functions stay that it gives to names."""
@@ -583,11 +592,14 @@ class _Flow:
         if "param_groups" in text or "parameters" in text:
             frame.rates |= stored([node.target])
         frame.loops.append(node)
+        often = plain(value) if isinstance(node.iter, ast.Call) and last_name(node.iter.func) == "range" else NONE
+        if frame.control and self._drawing.draws(node.iter):
+            self._felt(frame, node)
         items = {"": held} if (held := plain(value) | functions_in(value)) else {}
 
         def turn() -> None:
             self._assign(node.target, items, frame)
-            self._block(node.body, frame)
+            self._under(often, node.body, frame)
 
         self._twice(turn, frame)
         frame.loops.pop()
@@ -716,7 +728,13 @@ class _Flow:
         self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, frame: _Frame
     ) -> Value:
         inner = _Frame(
-            frame.scope, dict(frame.names), frame.control, depth=frame.depth, loops=frame.loops, rates=frame.rates
+            frame.scope,
+            dict(frame.names),
+            frame.control,
+            depth=frame.depth,
+            loops=frame.loops,
+            rates=frame.rates,
+            trains=frame.trains,
         )
         held = NONE
         for each in node.generators:
@@ -725,6 +743,8 @@ class _Flow:
                 inner.names = {path: kept for path, kept in inner.names.items() if root(path) != name}
                 if value:
                     inner.names[name] = everything(value)
+            if frame.control and self._drawing.draws(each.iter):
+                self._felt(frame, node)
             for test in each.ifs:
                 held |= everything(self._eval(test, inner))
         for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
@@ -790,6 +810,8 @@ class _Flow:
         functions = NONE.union(*(functions_in(value) for value in (*given, *words.values())))
         passed = functions.union(*(plain(value) for value in (*given, *words.values())))
         self._judge(node, name, whole, passed, frame)
+        if frame.control and self._drawing.is_felt(node, whole):
+            self._felt(frame, node)
         for target, value in stores(node):
             self._assign(target, merged(self._value_of(path_of(target), frame), self._eval(value, frame)), frame)
         if name == "update" and isinstance(node.func, ast.Attribute):
@@ -806,7 +828,7 @@ class _Flow:
             return functools.reduce(merged, given, _keyed(_KEYED[name], words))
         if name in _QUIET and isinstance(node.func, ast.Name):
             return {}
-        return self._returned(node, given, words, passed, functions, frame, alone=alone)
+        return self._returned(node, given, words, passed, frame, alone=alone)
 
     def _returned(
         self,
@@ -814,7 +836,6 @@ class _Flow:
         given: Sequence[Value],
         words: dict[str, Value],
         passed: Sources,
-        functions: Sources,
         frame: _Frame,
         *,
         alone: bool,
@@ -829,15 +850,18 @@ class _Flow:
         found: Value = {"": own} if own else {}
         if name in self._functions and (isinstance(node.func, ast.Name) or _may_be_own(whole)):
             for function in self._functions[name]:
-                found = merged(found, self._call(function, self._bound(function, given, words, own=False), frame)[0])
+                bound = self._bound(function, given, words, own=False)
+                value, names = self._call(function, bound, frame)
+                self._stored_on(function, bound, names, node, frame, own=False)
+                found = merged(found, value)
             return found
         if name in self._classes and (isinstance(node.func, ast.Name) or _may_be_own(whole)):
             return merged(found, self._new(self._classes[name], given, words, passed, frame))
-        found = merged(found, self._special(node.func, ("__call__",), frame, given, words))
+        found = merged(found, self._special(node.func, ("__call__",), frame, given, words, node))
         if isinstance(node.func, ast.Attribute) and node.func.attr in self._methods:
-            found = merged(found, self._methods_called(node.func, given, words, frame))
-            return merged(found, self._passes(node, passed, functions, frame, alone=alone, known=True))
-        return merged(found, self._passes(node, passed, functions, frame, alone=alone, known=False))
+            found = merged(found, self._methods_called(node.func, given, words, frame, node))
+            return merged(found, self._passes(node, given, words, passed, frame, alone=alone, known=True))
+        return merged(found, self._passes(node, given, words, passed, frame, alone=alone, known=False))
 
     def _of_class(self, kind: ast.ClassDef | None, names: Sequence[str]) -> list[Function]:
         """Returns the methods of these names that a class of the script has, or one that it is made from."""
@@ -870,6 +894,7 @@ class _Flow:
         frame: _Frame,
         given: Sequence[Value] = (),
         words: dict[str, Value] | None = None,
+        call: ast.Call | None = None,
     ) -> Value:
         """Returns what methods return that Python calls by itself, of an object that is made here, or that a name was given."""
         made = last_name(of.func) if isinstance(of, ast.Call) else self._made.get(last_name(of), "")
@@ -878,14 +903,25 @@ class _Flow:
             bound = self._bound(method, given, words or {}, own=True)
             if method.args.args:
                 bound[method.args.args[0].arg] = {part: held for part, held in mine.items() if part}
-            found = merged(found, self._call(method, bound, frame)[0])
+            value, held = self._call(method, bound, frame)
+            self._stored_on(method, bound, held, call, frame, own=True)
+            found = merged(found, value)
         return found
 
     def _passes(
-        self, node: ast.Call, passed: Sources, functions: Sources, frame: _Frame, *, alone: bool, known: bool
+        self,
+        node: ast.Call,
+        given: Sequence[Value],
+        words: dict[str, Value],
+        passed: Sources,
+        frame: _Frame,
+        *,
+        alone: bool,
+        known: bool,
     ) -> Value:
         """Returns what a function that nobody knows makes of what it is given; its object keeps that, if nothing takes it."""
         held, name = passed, last_name(node.func)
+        functions = NONE.union(*(functions_in(value) for value in (*given, *words.values())))
         if isinstance(node.func, ast.Attribute):
             path = path_of(node.func.value)
             mine = self._eval(node.func.value, frame)
@@ -897,9 +933,14 @@ class _Flow:
                     if isinstance(named, ast.Constant)
                     else plain(mine) | functions_in(mine)
                 )
+            keyed: Value = {}
+            if name == "update":  # each lies under its name
+                rows = [_keyed(form, words) for form in ("[{!r}]", ".{}")]
+                keyed = functools.reduce(merged, (*given, *rows), keyed)
+                passed = NONE.union(*(plain(value) for value in (*given, words.get("**", {}))))
             kept = passed | (frame.control if alone and name in _TELLS else NONE)
-            if alone and kept and path and root(path) not in self._imports and not known and path != "self":
-                self._set(path, {"": kept, **({"()": functions} if functions else {})}, frame, weak=True)
+            if alone and (kept or keyed) and path and root(path) not in self._imports and not known and path != "self":
+                self._set(path, {**keyed, "": kept, **({"()": functions} if functions else {})}, frame, weak=True)
             if name in _NOTHING:
                 return {}
         elif isinstance(node.func, ast.Name):
@@ -937,6 +978,11 @@ class _Flow:
             own = passed
         self._sink(own, node)
 
+    def _felt(self, frame: _Frame, node: ast.AST) -> None:
+        """Notes something that the training feels, in a loop that trains, and that runs only by a clock."""
+        if frame.trains or any(id(loop) in self._training for loop in frame.loops):
+            self._sink(without_files(frame.control), node)
+
     def _rates_set(self, node: ast.Call, given: Sequence[Value], words: dict[str, Value], frame: _Frame) -> Sources:
         """Returns where the hyperparameters come from that an `update` sets: those of its text, and of a group whatever it is given."""
         assert isinstance(node.func, ast.Attribute)
@@ -950,7 +996,12 @@ class _Flow:
         return own
 
     def _methods_called(
-        self, func: ast.Attribute, given: Sequence[Value], words: dict[str, Value], frame: _Frame
+        self,
+        func: ast.Attribute,
+        given: Sequence[Value],
+        words: dict[str, Value],
+        frame: _Frame,
+        call: ast.Call | None = None,
     ) -> Value:
         """Returns what methods of this name return; what they set in their object is set in this one."""
         path = path_of(func.value)
@@ -962,12 +1013,47 @@ class _Flow:
             if first:
                 bound[first] = {part: held for part, held in mine.items() if part}
             value, names = self._call(method, bound, frame)
+            self._stored_on(method, bound, names, call, frame, own=True)
             found = merged(found, value)
             if first and path:
                 for held, sources in names.items():
                     if is_part(held, first):
                         self._set(path + held[len(first) :], {"": sources}, frame, weak=True)
         return found
+
+    def _stored_on(
+        self,
+        function: ast.AST,
+        bound: dict[str, Value],
+        names: dict[str, Sources],
+        call: ast.Call | None,
+        frame: _Frame,
+        *,
+        own: bool,
+    ) -> None:
+        """Sets what a function stores on a parameter where the caller has that; by the attribute's name alone, if nothing tells where."""
+        assert isinstance(function, Function | ast.Lambda)
+        args = [each.arg for each in (*function.args.posonlyargs, *function.args.args)][own:]
+        passed: dict[str, ast.expr] = {}
+        if call is not None:
+            passed = {word.arg: word.value for word in call.keywords if word.arg}
+            passed.update(zip(args, call.args, strict=False))
+        again = stored(function.body) if isinstance(function, Function) else set()
+        for held, sources in names.items():
+            name = root(held)
+            if name not in (*args, *passed) or (held == name and name in again):
+                continue
+            new = sources - bound.get(name, {}).get(held[len(name) :], NONE)
+            if not new:
+                continue
+            at = passed.get(name)
+            path = path_of(at) if at is not None else ""
+            if path:
+                self._set(path + held[len(name) :], {"": new}, frame, weak=True)
+            elif isinstance(at, ast.Subscript):
+                self._set(path_of(at.value), {"": new}, frame, weak=True)
+            elif held.startswith(f"{name}.") and (word := root(held[len(name) + 1 :])):
+                self._attributes[word] = merged(self._attributes.get(word, {}), {"": new})
 
     def _bound(
         self, function: ast.AST, given: Sequence[Value], words: dict[str, Value], *, own: bool
