@@ -65,7 +65,9 @@ def test_it_comes_back_bit_for_bit(value: Any) -> None:
         {**kept, "data": {name: [blob.clone() for blob in blobs] for name, blobs in stored["data"].items()}}
     )
     assert _shown(there) == _shown(value)
-    assert all(part.flags.owndata for part in (there if isinstance(there, list) else ()) if isinstance(part, np.ndarray))
+    assert all(
+        part.flags.owndata for part in (there if isinstance(there, list) else ()) if isinstance(part, np.ndarray)
+    )
     assert _grown(there).token == _grown(value).token
 
 

@@ -34,6 +34,7 @@ from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer import apart_notice
 from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
 from holdfast.checkpoint.checkpointer.closing import Closing
@@ -437,6 +438,7 @@ class Checkpointer:
             try:
                 client.persist(newest)
             except KeeperLost as error:
+                pass_on(error)
                 logger.info("%s is not written instead of what was due: %s", newest, error)
 
     def _save_now(
@@ -965,6 +967,7 @@ class Checkpointer:
             try:
                 run.link.require().persist(handle.version)
             except KeeperLost as error:
+                pass_on(error)
                 logger.warning("%s cannot be made durable now: %s", handle.version, error)
             run.schedule.saved(handle.version.step, durable=True)
             run.durables.add(handle, also_to)
@@ -978,6 +981,7 @@ class Checkpointer:
         try:
             handle.wait(Level.CAPTURED)
         except LevelNotReached as error:
+            pass_on(error)
             logger.warning("not stopping after step %d: %s", handle.version.step, error)
             return
         logger.info("stopping after step %d, as SIGTERM asked for", handle.version.step)
@@ -1070,6 +1074,7 @@ class Checkpointer:
             for proposal in proposals:
                 run.link.require().propose(proposal)
         except KeeperLost as error:
+            pass_on(error)
             logger.info("nothing was proposed, and is again later: %s", error)
 
     def _appointed(self, appointment: Appointment) -> None:
@@ -1085,8 +1090,9 @@ class Checkpointer:
         version = run.job.version(step)
         try:
             run.link.require().abandon(version, "this rank was past the step when it was appointed")
-        except KeeperLost:
+        except KeeperLost as error:
             run.link.unannounced.add(version)
+            pass_on(error)
 
 
 def _run_of(owner: weakref.ref[Checkpointer]) -> Callable[[], Run | None]:

@@ -101,8 +101,8 @@ def _made(value: dict[str, Any]) -> Any:
         return flat.clone().reshape(value["shape"])
     import numpy  # noqa: ICN001, PLC0415 - only a process that has such arrays has stored one
 
-    flat = numpy.frombuffer(value["data"], dtype=value["dtype"])
-    return flat.reshape(value["shape"]).copy()  # it owns its data
+    array = numpy.frombuffer(value["data"], dtype=value["dtype"])
+    return array.reshape(value["shape"]).copy()  # it owns its data
 
 
 def span(value: Any) -> Span:
