@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.versions import coordinator_board
 from holdfast.core.versions.coordinator_board import Announcement, Board, CommitOrder, Kind, PartReport, RankReport
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger
+from holdfast.core.versions.slot_guard import SlotView
 
 
 def test_the_newest_of_each_level_is_known_however_many_versions_came_since() -> None:
@@ -75,3 +80,54 @@ def test_what_is_on_its_way_to_a_second_copy_is_known_however_many_versions_were
     board.replicated(slow, 1, ("own0",))
     told = board.replicated(slow, 0, ("own1",))
     assert [(news.kind, news.version) for news in told if isinstance(news, Announcement)] == [(Kind.REPLICATED, slow)]
+
+
+@pytest.mark.parametrize(
+    "size", [lambda n: n, lambda n: n // 3, lambda n: n if n % 3 else 0], ids=["grows", "grows at times", "is emptied"]
+)
+@pytest.mark.parametrize("hosts", [("a",), ("a", "b")], ids=["one rank", "two ranks"])
+def test_a_version_whose_rank_registers_a_newer_layout_before_its_seal_is_captured(
+    hosts: tuple[str, ...], size: Callable[[int], int]
+) -> None:
+    """A carried value that changes its size has many layouts, and a seal comes behind the next call of the script."""
+    ranks, many = range(len(hosts)), 3 * coordinator_board.MAX_VERSIONS
+    topology = Topology(hosts, tuple(ranks))
+    board = Board(topology)
+    ledgers = [NodeLedger(node=rank, topology=topology, incarnation=1, lineage=Lineage()) for rank in ranks]
+
+    def begin(rank: int, step: int) -> None:
+        if step == 0 or size(step) != size(step - 1):
+            layout = RankLayout(rank, (BundleRef(f"own{rank}", (rank,), fingerprint=str(size(step))),), (f"own{rank}",))
+            ledgers[rank].register(layout)
+            board.register(layout)
+            board.sealed(())  # as of every report
+        assert ledgers[rank].begin(rank, Version(1, step), [SlotView(1)]).value == 1
+
+    def seal(rank: int, step: int) -> None:
+        sealed = ledgers[rank].seal(rank, Version(1, step), [Seal(f"own{rank}", "0" * 16, 8)], durable=False)
+        for layout in ledgers[rank].outdated_layouts(sealed):
+            board.register(layout)
+        board.sealed(sealed)
+
+    for rank in ranks:
+        ledgers[rank].resume(None)
+        begin(rank, 0)
+    for step in range(many):
+        for rank in ranks:
+            begin(rank, step + 1)
+        for rank in ranks:
+            seal(rank, step)
+        assert Level.CAPTURED in board.reached(Version(1, step)), f"step {step}"
+
+
+def test_layouts_of_saves_that_find_no_slot_are_bounded() -> None:
+    """Storage may take minutes, and with each step a value grew meanwhile: the layout was registered before the slot was asked for."""
+    topology = Topology(("a",), (0,))
+    board, ledger = Board(topology), NodeLedger(node=0, topology=topology, incarnation=1, lineage=Lineage())
+    for size in range(10 * coordinator_board.MAX_VERSIONS):
+        layout = RankLayout(0, (BundleRef("own0", (0,), fingerprint=str(size)),), ("own0",))
+        board.register(layout)
+        board.sealed(())
+        ledger.register(layout)
+    assert ledger.reports().layouts == (layout,)
+    assert len(board._layouts) <= 2 * coordinator_board.MAX_VERSIONS

@@ -204,7 +204,7 @@ class Board:
         self._forgotten: Version | None = None
 
     def register(self, layout: RankLayout) -> None:
-        """A rank's layout, before the first version that is sealed under it."""
+        """A rank's layout, before the first version that is sealed under it; again if the rank has a newer one by then."""
         key = (layout.rank, layout.fingerprint)
         self._layouts.pop(key, None)  # the newest stands last
         self._layouts[key] = replace(layout, bundles=self._lists.setdefault(layout.bundles, layout.bundles))
@@ -550,7 +550,8 @@ class Board:
             for version in sorted(settled)[:excess]:
                 del self._entries[version]
                 self._forgotten = max(self._forgotten or version, version)
-        if len(self._named) > MAX_LAYOUTS:
+        unsaved = len(self._layouts) > 2 * MAX_VERSIONS * self._topology.world_size  # of saves that found no slot
+        if unsaved or len(self._named) > MAX_LAYOUTS:
             live = {entry.layout for entry in self._entries.values()}
             used = {(r.rank, r.layout) for entry in self._entries.values() for r in entry.sealed.values()}
             self._named = {key: name for key, name in self._named.items() if name in live}

@@ -155,6 +155,17 @@ class NodeLedger:
         self._layouts[layout.rank, name] = layout
         self._current[layout.rank] = name
         self._shared[layout.rank] = shared
+        self._forget_layouts()
+
+    def outdated_layouts(self, reports: Iterable[RankReport]) -> tuple[RankLayout, ...]:
+        """Return the layouts of these reports that are not their ranks' current ones, each with the current one behind it.
+
+        A coordinator forgets what a rank registered before its current layout, unless it has a report of a version under it.
+        A rank whose values grow registers the next one while its version still waits for its seal.
+        """
+        outdated = [report for report in reports if report.layout != self._current.get(report.rank)]
+        keys = [(of.rank, name) for of in outdated for name in (of.layout, self._current.get(of.rank, ""))]
+        return tuple(self._layouts[key] for key in keys if key in self._layouts)
 
     def compare(self, rank: int, version: Version, spots: bytes) -> str:
         """Compares the spots of what a local rank shares with those that others sent of the same version.
@@ -394,10 +405,13 @@ class NodeLedger:
             old = (v for v, local in self._versions.items() if v not in kept and self._is_settled(v, local))
             for version in sorted(old)[:excess]:
                 del self._versions[version]
+        self._forget_layouts()
+        self.tables.forget({local.layout for local in self._versions.values()})
+
+    def _forget_layouts(self) -> None:
         used = {key for local in self._versions.values() for key in local.layout_of.items()} | self._current.items()
         if len(self._layouts) > len(used):
             self._layouts = {key: layout for key, layout in self._layouts.items() if key in used}
-        self.tables.forget({local.layout for local in self._versions.values()})
 
     def _is_settled(self, version: Version, local: _Local) -> bool:
         return local.abandoned or not local.layout_of or (self._captured is not None and version < self._captured)
