@@ -326,7 +326,7 @@ class Checkpointer:
             raise UsageError(reason.what, remedy=reason.remedy)
         run.state.carried.give(step, carry)
         run.state.gradients.note(functools.partial(run.turns.at, frame))
-        run.accumulation.look(step, lambda: run.state.gradients.why_lost, run.saver.fence.num_steps, frame)
+        run.accumulation.look(step, lambda: run.state.gradients.why_told, run.saver.fence.num_steps, frame)
         if self._proof is not None:
             self._proof.made(step, frame)
         del frame  # what it holds is the script's to free

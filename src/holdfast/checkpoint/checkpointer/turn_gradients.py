@@ -6,6 +6,7 @@ Called by `checkpoint.checkpointer.checkpointer` at each step that is reported, 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Set
 from types import CodeType, FrameType
 from typing import Any
@@ -33,7 +34,7 @@ class TurnGradients:
         self._known: dict[tuple[CodeType, int], tuple[frozenset[int], list[int], Judgement]] = {}
 
     def at(self, frame: FrameType, parameters: Set[int]) -> Judgement:
-        """Returns the numbers of the parameters whose gradients the next turn surely clears before it reads them, and of those it may read.
+        """Returns the numbers of the parameters whose gradients the next turn seems to clear before it reads them, and of those it may read.
 
         Of neither kind is what the text does not tell.
 
@@ -68,7 +69,9 @@ class TurnGradients:
 
 def _is_text_of(frame: FrameType) -> bool:
     """Tell whether the code of a frame is what the text of its file says now: somebody may have edited it since."""
-    whole = compile(user_frames.text(frame), frame.f_code.co_filename, "exec", dont_inherit=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = compile(user_frames.text(frame), frame.f_code.co_filename, "exec", dont_inherit=True)
     return any(code == frame.f_code for code in _codes(whole))
 
 
