@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from holdfast.checkpoint.checkpointer.turn_gradients import TurnGradients
+from holdfast.checkpoint.checkpointer.turn_gradients import TurnGradients, meant
 from holdfast.checkpoint.entries import carried_tensors
 from holdfast.checkpoint.entries.gradients_part import GradientsPart
 from holdfast.checkpoint.usage.cleared_gradients import judged, turn_at
@@ -48,9 +48,44 @@ CASES = {
     "what the loop sets": (["one = pick()", "one.zero_grad()", "one.step()", REPORT], "", ""),
     "read by hand": (["norm = a.grad.norm()", "one.zero_grad()", "two.zero_grad()", REPORT], "", "ab"),
     "in a function": (["work(one)", REPORT], "a", ""),
+    "in a function that may be left before": (["maybe(one, n)", "one.step()", REPORT], "", ""),
+    "in a function that is decorated": (["often(one)", "one.step()", REPORT], "", "a"),
+    "in a generator that nobody runs": (["lazily(one)", "one.step()", REPORT], "", "a"),
+    "of some of the parameters": (
+        ["for p in net.parameters(recurse=False):", "    p.grad = None", "one.step()", REPORT],
+        "",
+        "ab",
+    ),
+    "of all parameters": (["for p in net.parameters():", "    p.grad = None", "one.step()", REPORT], "ab", ""),
+    "what a function sets": (["pick(n)", "kept.zero_grad()", "kept.step()", REPORT], "", ""),
+    "an attribute that the loop sets": (
+        ["held.it = held.that", "held.it.zero_grad()", "held.it.step()", REPORT],
+        "",
+        "",
+    ),
+    "an attribute": (["held.that.zero_grad()", "held.that.step()", REPORT], "a", ""),
     "nothing is said": (["engine.run()", REPORT], "", ""),
 }
-FUNCTIONS = "def clear(it):\n    it.zero_grad()\ndef work(it):\n    it.zero_grad()\n    it.step()\n"
+FUNCTIONS = """
+def clear(it):
+    it.zero_grad()
+def work(it):
+    it.zero_grad()
+    it.step()
+def maybe(it, n):
+    if n % 4:
+        return
+    it.zero_grad()
+@every(4)
+def often(it):
+    it.zero_grad()
+def lazily(it):
+    it.zero_grad()
+    yield
+def pick(n):
+    global kept
+    kept = [one, two][n % 2]
+"""
 
 
 def judge(source: str) -> tuple[str, str]:
@@ -58,7 +93,12 @@ def judge(source: str) -> tuple[str, str]:
     one, two = torch.optim.SGD([a], 0.1), torch.optim.SGD([b], 0.1)
     rate = torch.optim.lr_scheduler.ConstantLR(one)
     own = type("Own", (torch.optim.SGD,), {"zero_grad": lambda _: None})([a], 0.1)
+    net = torch.nn.Module()
+    net.a, net.b = a, b
     names: dict[str, Any] = {
+        "held": SimpleNamespace(that=one, it=one),
+        "kept": one,
+        "net": net,
         "own": own,
         "items": [],
         "loader": DataLoader([0]),
@@ -73,7 +113,7 @@ def judge(source: str) -> tuple[str, str]:
     lines = source.splitlines()
     turn = turn_at(source, next(at for at, line in enumerate(lines, 1) if REPORT in line))
     assert turn is not None
-    found = judged(turn, lambda path: None if path in turn.sets else names.get(path), frozenset({id(a), id(b)}))
+    found = judged(turn, lambda path: meant(path, names, turn), frozenset({id(a), id(b)}))
     words = {id(a): "a", id(b): "b"}
     cleared, read = ("".join(sorted(words[key] for key in part)) for part in found)
     return cleared, read
@@ -153,6 +193,8 @@ GAN = [line for line in HALVES if line != "CLIP"]
 # What a turn does, and whether its text reads what a step has used.
 BODIES = {
     "a GAN": (GAN, False),
+    "a GAN, the other half first": (["oG.zero_grad()", "(-D(G(z)).mean()).backward()", "oG.step()", "oD.zero_grad()",
+        "(D(G(z).detach()).mean() + D(torch.ones(2, 4)).square().mean()).backward()", "oD.step()"], False),
     "clips all": ([line.replace("CLIP", "torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)") for line in HALVES], True),
     "the first pass adds": (TWO_PASSES, True),
     "multiplied by zero": (["for p in net.parameters():", "    if p.grad is not None:", "        p.grad *= 0", *TWO_PASSES[:2], "oG.step()"], True),
@@ -205,7 +247,7 @@ def test_what_the_text_reads_is_saved_if_it_can_be(monkeypatch: pytest.MonkeyPat
 
 def test_names_that_mean_something_else_by_now_are_looked_up_again(tmp_path: Path) -> None:
     """By a function that the loop calls: its text shows no assignment."""
-    source = "def swaps():\n    global one\n    if ckpt.last == 3: one = other\n" + text(
+    source = "def swaps():\n    if ckpt.last == 3: globals()['one'] = other\n" + text(
         "one.zero_grad()", "one.step()", "swaps()", "ckpt.step(n)"
     )
     (path := tmp_path / "swaps.py").write_text(source)

@@ -51,12 +51,12 @@ class TurnGradients:
                 self._turns[place] = turn_at(user_frames.text(users), users.f_lineno) if _is_text_of(users) else None
             if (turn := self._turns.get(place)) is None or not (names := user_frames.names(users)):
                 return _NOTHING
-            meant = {path: _meant(path, names, turn) for path in turn.paths}
-            things = [*map(id, meant.values())]
+            things = {path: meant(path, names, turn) for path in turn.paths}
+            ids = [*map(id, things.values())]
             known = self._known.get(place)
-            if known is None or known[0] != parameters or known[1] != things:
+            if known is None or known[0] != parameters or known[1] != ids:
                 every = frozenset(parameters)
-                known = self._known[place] = every, things, judged(turn, meant.get, every)
+                known = self._known[place] = every, ids, judged(turn, things.get, every)
             return known[2]
         except Exception as error:  # noqa: BLE001 - it is other people's code and objects, and training must go on
             pass_on(error)
@@ -82,10 +82,12 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(part)
 
 
-def _meant(path: str, names: Any, turn: Turn) -> Any:
+def meant(path: str, names: Any, turn: Turn) -> Any:
     """Returns what a path means; None if nobody knows, or if a turn sets it."""
     name, *attributes = path.split(".")
-    thing = None if name in turn.sets else names.get(name)
+    if name in turn.sets or any(f".{attribute}" in turn.sets for attribute in attributes):
+        return None
+    thing = names.get(name)
     for attribute in attributes:
         held = getattr(thing, "__dict__", {})
         thing = held.get(attribute, held.get("_modules", {}).get(attribute) if isinstance(thing, nn.Module) else None)

@@ -16,7 +16,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -96,7 +96,7 @@ class Turn:
     Attributes:
         events: what is cleared and read in it, in order; the report is none of it.
         around: the same of what the loops around it run besides.
-        sets: names that these loops set.
+        sets: names that these loops may set, and attributes, each with a dot before it.
         keeps: whether the next turn begins behind the report.
         over: what the loops go over.
     """
@@ -135,7 +135,7 @@ def turn_at(source: str, line: int) -> Turn | None:
     return Turn(
         tuple(reader.run(loops[-1].body, None, 0)),
         tuple(reader.run(besides, None, 0)),
-        frozenset(stored([loops[0]])),
+        frozenset(stored([loops[0]]) | _set_elsewhere(tree, loops[0])),
         _is_last(loops, report),
         tuple(path for loop in loops for path in _gone_over(loop)),
     )
@@ -179,6 +179,20 @@ def _cleared_by(events: Sequence[Event]) -> Iterator[str]:
             yield event.path
         elif isinstance(event, Either):
             yield from _cleared_by([*event.one, *event.other])
+
+
+def _set_elsewhere(tree: ast.Module, loop: ast.AST) -> set[str]:
+    """Returns names that functions of a file may set beyond themselves, and with a dot before it each attribute that they or a loop set."""
+    begins = {id(part) for node in ast.walk(tree) if _is_begin(node) for part in ast.walk(node)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function | ast.Lambda)]
+    nodes = [part for node in (loop, *functions) for part in ast.walk(node) if id(part) not in begins]
+    names = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)}
+    return names | {f".{attribute}" for attribute in attributes}
+
+
+def _is_begin(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == "__init__"
 
 
 def _is_last(loops: Sequence[ast.AST], report: ast.Call) -> bool:
@@ -260,10 +274,13 @@ class _Reader:
 
     def run(self, body: Sequence[ast.stmt], names: _Names | None, depth: int) -> list[Event]:
         found: list[Event] = []
-        for statement in body:
+        for number, statement in enumerate(body, 1):
             found += self._one(statement, names, depth)
             if isinstance(statement, ast.Continue | ast.Break | ast.Return):
                 break
+            # A turn that is left reads nothing either; a function that is left goes back to what reads.
+            if depth and any(isinstance(node, ast.Return) for node in ast.walk(statement)):
+                return [*found, Either(tuple(self.run(body[number:], names, depth)), ())]
         return found
 
     def _one(self, statement: ast.stmt, names: _Names | None, depth: int) -> list[Event]:
@@ -318,9 +335,10 @@ class _Reader:
         targets = self._methods.get(method, ()) if method else self._functions.get(name, ())
         if not targets:
             return []
-        if len(targets) > 1 or depth >= _MAX_DEPTH or not isinstance(targets[0], Function):
+        if len(targets) > 1 or depth >= _MAX_DEPTH or not _is_plain(targets[0]):
             return _reads_of([event for target in targets for event in self._inside(target)])
-        return self.run(targets[0].body, self._passed(call, targets[0], names, is_method=bool(method)), depth + 1)
+        function = cast("Function", targets[0])
+        return self.run(function.body, self._passed(call, function, names, is_method=bool(method)), depth + 1)
 
     def _closures(self, call: ast.Call, names: _Names | None, depth: int) -> list[Event]:
         """Returns the events of a function that `step` is given: it clears, computes, and is followed by the step."""
@@ -375,6 +393,12 @@ def _reads_of(events: Sequence[Event]) -> list[Event]:
     return found
 
 
+def _is_plain(target: ast.AST) -> bool:
+    """Tell whether a call of this runs what it says, and nothing around it."""
+    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(target))
+    return isinstance(target, ast.FunctionDef) and not target.decorator_list and not yields
+
+
 def _leaves(body: Sequence[ast.stmt]) -> bool:
     return any(isinstance(node, ast.Return | ast.Continue | ast.Break) for part in body for node in ast.walk(part))
 
@@ -382,7 +406,8 @@ def _leaves(body: Sequence[ast.stmt]) -> bool:
 def sets_none(statement: ast.stmt, of: ast.expr | None = None) -> ast.expr | None:
     """Returns whose gradients are set to None by loops over `x.parameters()` or `x.param_groups`; None if this is no such loop."""
     if isinstance(statement, ast.For):
-        over = statement.iter.func if isinstance(statement.iter, ast.Call) else statement.iter
+        is_bare = isinstance(statement.iter, ast.Call) and not (statement.iter.args or statement.iter.keywords)
+        over = statement.iter.func if isinstance(statement.iter, ast.Call) and is_bare else statement.iter
         if isinstance(over, ast.Attribute) and over.attr in ("parameters", "param_groups"):
             of = over.value
         return sets_none(statement.body[0], of) if len(statement.body) == 1 else None
