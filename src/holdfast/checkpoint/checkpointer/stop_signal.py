@@ -73,10 +73,10 @@ class StopSignal:
         """
         self._is_over = True
         if self._installed and threading.current_thread() is threading.main_thread():
-            before = self._before if self._before is not None else signal.SIG_DFL
+            before = self._before if self._before is not None else _signal.SIG_DFL
             if (self.arrived or self._passed_on) and before == signal.SIG_DFL:
                 # Ignored, not handled: the interpreter's end gives handlers up and would leave the default.
-                before = signal.SIG_IGN
+                before = _signal.SIG_IGN
             newer = _owner_of(_signal.getsignal(signal.SIGTERM))
             if newer is self:
                 _signal.signal(signal.SIGTERM, before)
