@@ -10,6 +10,7 @@ are asked in turn the newest ends the script.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` passes over a ValueError, which may be another handler's
 import os
 import signal
 import threading
@@ -61,7 +62,7 @@ class StopSignal:
         """Takes over SIGTERM, once."""
         if self._installed or threading.current_thread() is not threading.main_thread():
             return
-        self._before = signal.signal(signal.SIGTERM, self._handle)
+        self._before = _signal.signal(signal.SIGTERM, self._handle)
         self._installed = True
 
     def remove(self) -> None:
@@ -76,9 +77,9 @@ class StopSignal:
             if (self.arrived or self._passed_on) and before == signal.SIG_DFL:
                 # Ignored, not handled: the interpreter's end gives handlers up and would leave the default.
                 before = signal.SIG_IGN
-            newer = _owner_of(signal.getsignal(signal.SIGTERM))
+            newer = _owner_of(_signal.getsignal(signal.SIGTERM))
             if newer is self:
-                signal.signal(signal.SIGTERM, before)
+                _signal.signal(signal.SIGTERM, before)
             while newer is not None and newer is not self:
                 if _owner_of(newer._before) is self:
                     newer._before = before
