@@ -343,3 +343,9 @@ def test_functions_of_other_modules_are_followed() -> None:
     files = "import os\ndef size():\n    return os.path.getsize('log')\ndef stops():\n    return os.path.exists('stop')"
     assert "getsize" in found("from other import size, stops", "rate = size()\n" + RATE, files).outside
     assert not found("from other import size, stops", "if stops(): break", files).outside
+
+
+def test_many_methods_that_nobody_calls_hide_nothing() -> None:
+    many = "".join(f"    def on_{number}(self, run): pass\n" for number in range(3001))
+    late = "class Clock:\n    def late(self): return time.time() > 60\nclock = Clock()"
+    assert "goes into the training" in found(f"class Hooks:\n{many}{late}", "if clock.late(): break").outside

@@ -361,12 +361,14 @@ class _Flow:
                         name = last_name(part.targets[0] if isinstance(part, ast.Assign) else part.target)
                         self._attributes[name] = merged(self._attributes.get(name, {}), value)
         called = {last_name(node.func) for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
+        calls = self._calls  # these take none of those that the loops may make
         for method in (part for name in self._methods.keys() - called for part in self._methods[name]):
             if isinstance(method, Function) and not method.name.startswith(
                 "__"
             ):  # it is called by a name that is made, or by a package
                 names = self._call(method, {}, _Frame(self._tree, {}))[1]
                 self._stored_on(method, {}, names, None, _Frame(self._tree, {}), own=True)
+        self._calls = calls
 
     def _above(self, statement: ast.stmt, frame: _Frame, *, is_plain: bool) -> None:
         """Goes through a statement above the loop; of one that is not plain only the functions stay that it gives to names."""
