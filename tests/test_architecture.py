@@ -90,7 +90,7 @@ BESIDE_A_RUN = {
 }  # fmt: skip
 # What handlers raise by custom, and the classes above.
 RAISED_BY_HANDLERS = {
-    "BaseException", "Exception", "OSError", "REFUSALS", "RuntimeError", "SystemExit", "KeyboardInterrupt", "TimeoutError", "ValueError",
+    "BaseException", "Exception", "OSError", "REFUSALS", "RuntimeError", "SystemExit", "KeyboardInterrupt", "TimeoutError", "ValueError", "LevelNotReached", "KeeperLost",
 }  # fmt: skip
 # They ask memory, and nothing that takes time.
 TAKES_NO_TIME = {"binary", "bool", "dict", "float", "int", "list", "remove", "repr", "str", "type"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import multiprocessing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +24,15 @@ def _grown(value: Any) -> Grown:
     found = grown(value)
     assert isinstance(found, Grown), found
     return found
+
+
+class Row(NamedTuple):
+    loss: torch.Tensor
+
+
+def _of_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2)
 
 
 def _shown(value: Any) -> Any:
@@ -56,6 +65,9 @@ def test_it_comes_back_bit_for_bit(value: Any) -> None:
         {**kept, "data": {name: [blob.clone() for blob in blobs] for name, blobs in stored["data"].items()}}
     )
     assert _shown(there) == _shown(value)
+    assert all(
+        part.flags.owndata for part in (there if isinstance(there, list) else ()) if isinstance(part, np.ndarray)
+    )
     assert _grown(there).token == _grown(value).token
 
 
@@ -68,6 +80,8 @@ def test_it_comes_back_bit_for_bit(value: Any) -> None:
         ([torch.empty(2, device="meta")], "on meta"),
         ([torch.ones(3, 2).t()], "a view"),
         ([torch.eye(2).to_sparse()], "sparse"),
+        ([_of_inference()], "made in inference mode"),
+        ([Row(torch.ones(2))], "a Row in it"),
         ([np.ones((3, 2)).T], "an array that is a view"),
         ([np.ones(2).view(np.matrix)], "of another class"),
         ([torch.ones(2), {1, 2}, object()], "a object in it"),

@@ -38,6 +38,7 @@ def test_it_comes_back_bit_for_bit_through_the_codec(value: torch.Tensor | np.nd
     assert there.shape == value.shape
     assert held_arrays.stored(there) == held_arrays.stored(value)
     there += there  # it can be written
+    assert isinstance(there, torch.Tensor) or there.flags.owndata  # and resized
 
 
 @pytest.mark.parametrize(

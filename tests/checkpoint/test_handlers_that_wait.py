@@ -19,7 +19,7 @@ import torch
 from torch.autograd import grad_mode
 from torch.utils import _contextlib
 
-from holdfast.base.errors import LevelNotReached
+from holdfast.base.errors import KeeperLost, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.job.slot_reservation import Reservation
@@ -29,6 +29,7 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import _Waiting
+from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.messages import Progress
 from holdfast.tiers.storage.read_limit import ReadLimit
 from keeper.rig import eventually
@@ -92,6 +93,58 @@ def test_what_a_handler_raises_while_storage_is_read_is_raised_as_it_is_and_at_o
         time.sleep(0.005)
         assert strike.lost or len(read) == count, f"moment {moment}"
     assert moment > 50
+
+
+def test_what_a_handler_raises_while_storage_says_nothing_waits_for_no_answer() -> None:
+    """What is read there may yet come, and is nobody's then."""
+    hangs, wrote, number = threading.Event(), list[bool](), threading.main_thread().ident
+    assert number is not None
+
+    def reads() -> None:
+        signal.pthread_kill(number, signal.SIGUSR1)
+        hangs.wait(DEADLINE_S)
+        with limit.writing() as is_wanted:
+            wrote.append(is_wanted)
+
+    def handle(*_: object) -> None:
+        raise TimeoutError("the script's")
+
+    limit, before, began = ReadLimit(DEADLINE_S, 0, "there"), signal.signal(signal.SIGUSR1, handle), time.monotonic()
+    try:
+        with pytest.raises(TimeoutError, match="the script's"):
+            limit.run(reads)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - began < DEADLINE_S / 4
+    hangs.set()
+    eventually(lambda: wrote == [False])
+
+
+@pytest.mark.parametrize(
+    ("call", "moment", "error"),
+    [
+        (lambda _, saved: saved.wait("durable", 6.0), Announced.wait, LevelNotReached("the script's own")),
+        (lambda checkpointer, _: checkpointer.close(), Announced.wait, LevelNotReached("the script's own")),
+        (lambda checkpointer, _: checkpointer.save(1, "durable"), KeeperClient.persist, KeeperLost("the script's own")),
+        (lambda checkpointer, _: checkpointer.save(2), KeeperClient.begin, KeeperLost("the script's own")),
+    ],
+    ids=["wait", "close", "persist", "begin"],
+)
+def test_an_error_of_ours_that_a_handler_raises_is_no_answer_to_who_waits(
+    make: Make, call: Callable[[Any, SaveHandle], object], moment: Any, error: Exception
+) -> None:
+    """As one that asks for a version itself, for a short time: its error leaves the call that it came in."""
+
+    def handle() -> None:
+        raise error
+
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    saved = checkpointer.save(1)
+    with pytest.raises(type(error), match="the script's own"), Strike(handle, called(moment)):
+        call(checkpointer, saved)
 
 
 def test_what_a_handler_raises_while_slots_are_waited_for_is_raised_as_it_is_and_keeps_no_lock() -> None:

@@ -34,6 +34,7 @@ from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer import apart_notice
 from holdfast.checkpoint.checkpointer.accumulation_notice import AccumulationNotice
 from holdfast.checkpoint.checkpointer.closing import Closing
@@ -172,6 +173,7 @@ class Checkpointer:
         self._saves = threading.RLock()  # another thread's save waits for it; a signal's handler may save within one
         self._began: dict[str, Keys] = {}  # of dicts, at the first restore
         self._overwritten: set[str] = set()  # by a restore that was not finished
+        self._has_failed = False  # a restore has
         self._early = Early()
         self._prove = prove
         self._proof: Proof | None = None
@@ -253,7 +255,7 @@ class Checkpointer:
             return self._begun(self._run, back)
         except BaseException:
             # The objects may hold a mixture now; nothing of it must ever be saved, whatever interrupts this.
-            self._leaving, self._run = leaving, None
+            self._leaving, self._run, self._has_failed = leaving, None, True
             leaving.go_on()
             raise
 
@@ -437,6 +439,7 @@ class Checkpointer:
             try:
                 client.persist(newest)
             except KeeperLost as error:
+                pass_on(error)
                 logger.info("%s is not written instead of what was due: %s", newest, error)
 
     def _save_now(
@@ -814,6 +817,8 @@ class Checkpointer:
 
     def _running(self) -> Run:
         self._require_own()
+        if self._run is None and self._has_failed:
+            raise UsageError("the last restore() failed", remedy="call it again: objects may be filled in part")
         if self._run is None:
             raise UsageError("restore() has not been called", remedy="call it once before training, also on a new run")
         return self._run
@@ -965,6 +970,7 @@ class Checkpointer:
             try:
                 run.link.require().persist(handle.version)
             except KeeperLost as error:
+                pass_on(error)
                 logger.warning("%s cannot be made durable now: %s", handle.version, error)
             run.schedule.saved(handle.version.step, durable=True)
             run.durables.add(handle, also_to)
@@ -978,6 +984,7 @@ class Checkpointer:
         try:
             handle.wait(Level.CAPTURED)
         except LevelNotReached as error:
+            pass_on(error)
             logger.warning("not stopping after step %d: %s", handle.version.step, error)
             return
         logger.info("stopping after step %d, as SIGTERM asked for", handle.version.step)
@@ -1070,6 +1077,7 @@ class Checkpointer:
             for proposal in proposals:
                 run.link.require().propose(proposal)
         except KeeperLost as error:
+            pass_on(error)
             logger.info("nothing was proposed, and is again later: %s", error)
 
     def _appointed(self, appointment: Appointment) -> None:
@@ -1085,8 +1093,9 @@ class Checkpointer:
         version = run.job.version(step)
         try:
             run.link.require().abandon(version, "this rank was past the step when it was appointed")
-        except KeeperLost:
+        except KeeperLost as error:
             run.link.unannounced.add(version)
+            pass_on(error)
 
 
 def _run_of(owner: weakref.ref[Checkpointer]) -> Callable[[], Run | None]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.base.errors import KeeperLost, LevelNotReached
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.session import Fleeting, Run
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.save.save_handle import SaveHandle
@@ -102,6 +103,7 @@ class Closing:
         try:
             self._wait_for(self._make_due(whole))
         except LevelNotReached as error:
+            pass_on(error)
             return error.what
         return ""
 
@@ -188,6 +190,7 @@ class Closing:
             try:
                 last.wait(Level.DURABLE)
             except LevelNotReached as error:
+                pass_on(error)
                 is_gone = (client is None or not client.alive) and time.monotonic() < deadline
                 if is_gone and (again := self._after_next_keeper(last)) is not None:
                     last = again
@@ -213,6 +216,7 @@ class Closing:
             try:
                 return f"what is durable is {self._wait_for(whole).version}"
             except LevelNotReached as lost:
+                pass_on(lost)
                 return lost.what
         if (restored := self._run.fleeting) is None:
             return ""
@@ -244,8 +248,9 @@ class Closing:
         version = self._run.job.version(restored.version.step)
         try:  # the others need not wait for it
             self._run.link.require().abandon(version, changed)
-        except KeeperLost:
+        except KeeperLost as error:
             self._run.link.unannounced.add(version)
+            pass_on(error)
         logger.error(
             "%s was restored from memory and is in no storage, and %s since, which was not reported. Memory holds it for %g s: "
             "start again within that time to have it in storage, and report each step that is made",

@@ -193,6 +193,7 @@ class KeeperLink:
         try:
             client.announced.wait(version, Level.CAPTURED, RECOLLECT_S)
         except LevelNotReached as error:
+            pass_on(error)
             logger.warning("what was captured is not known to the new keeper: %s", error)
 
     def assembled(self, assembly: Assembly) -> None:
@@ -288,6 +289,7 @@ class KeeperLink:
             try:
                 tell(client)
             except KeeperLost as error:
+                pass_on(error)
                 logger.info("the keeper did not hear of %s: %s", what, error)
 
     def show_waits(self, page: Callable[[], tuple[int, ...]]) -> None:
@@ -370,6 +372,7 @@ class KeeperLink:
         try:
             client = self._greet(patience_s)
         except KeeperLost as error:  # it answered, and then its time was over: the job before was its last
+            pass_on(error)
             logger.info("the keeper that was found has ended (%s); the next one is asked", error)
             client = self._greet(patience_s)
         try:

@@ -588,6 +588,7 @@ class Saver:
                 job.finish = lambda reason: self._leave_out(handle, reason)
                 raise
             except KeeperLost as error:
+                pass_on(error)
                 raise LevelNotReached(f"the keeper is lost: {error.what}") from error
             now, late = view.assign(taken.gathered.tensors, taken.split)
             copy_plan.copy(now.targets, now.sources)
@@ -815,8 +816,9 @@ class Saver:
                 self._link.unannounced.add(handle.version)
             else:
                 client.abandon(handle.version, reason)
-        except KeeperLost:
+        except KeeperLost as error:
             self._link.unannounced.add(handle.version)
+            pass_on(error)
 
 
 def _all(structure: Structure) -> tuple[int, ...]:

@@ -89,6 +89,7 @@ class SaveCompletion:
         try:
             self.client.copied(self.handle.version, self.view.plan.spans, self.spots, kept=kept)
         except KeeperLost as error:
+            pass_on(error)
             self.give_up(self.handle, f"the keeper is lost: {error.what}")
             return
         if self.unchanged is not None:

@@ -9,11 +9,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol
 
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, UsageError
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.checkpoint.liveness import heartbeat
 from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.layout.parity_groups import NONE
@@ -166,7 +165,7 @@ class SaveHandle:
             if is_stored or look_s >= LOOK_S:
                 self._asked = client
             if not is_stored and client is not None:
-                with suppress(KeeperLost):
+                with forgive(KeeperLost):
                     client.persist(self.version)
         finally:
             self._asking.release()
@@ -236,6 +235,7 @@ class SaveHandle:
             try:
                 return client.announced.wait(self.version, wanted, max(0.0, until - time.monotonic()))
             except LevelNotReached as error:
+                pass_on(error)
                 if wanted is Level.DURABLE and time.monotonic() < deadline and self._goes_on(client, until, deadline):
                     continue
                 # Earlier than the end of this slice: the answer is final. So it is when all time is over.

@@ -21,7 +21,7 @@ import holdfast
 from holdfast.base import private, program
 from holdfast.base.config import Config, parse_size
 from holdfast.base.errors import ConfigError, KeeperError, KeeperLost, KeeperNotStarted
-from holdfast.base.handler_errors import forgive
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.keeper.rpc.caller import ring
 from holdfast.keeper.rpc.listener import Network, hidden
 from holdfast.keeper.rpc.messages import VIEWER, Hello
@@ -102,7 +102,8 @@ def _answers(place: RuntimePaths) -> bool:
     hello = Hello(job=place.job, role=VIEWER)
     try:
         ring(place.address, hello, timeout_s=ANSWER_TIMEOUT_S)
-    except KeeperLost:
+    except KeeperLost as error:
+        pass_on(error)
         return False
     return True
 

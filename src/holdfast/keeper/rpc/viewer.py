@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.base.errors import KeeperError, KeeperLost
+from holdfast.base.handler_errors import pass_on
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.announcements import Announced
 from holdfast.keeper.rpc.caller import Caller, dial
@@ -83,7 +84,8 @@ class KeeperViewer:
         """Return whether the keeper answers at all within this time."""
         try:
             self.status(timeout_s=timeout_s)
-        except KeeperLost:
+        except KeeperLost as error:
+            pass_on(error)
             return False
         return True
 

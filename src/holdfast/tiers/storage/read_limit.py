@@ -28,6 +28,8 @@ SLOWEST_BYTES_PER_S = 1 << 20
 
 # So often it is said that something is waited for.
 SAY_S = 30.0
+# So long a wait that a signal breaks off stays for the chunk that each stream reads; a storage that answers needs less.
+RIPE_S = 0.5
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ class ReadLimit:
             try:
                 todo.pop()
             except IndexError:  # somebody has begun it
-                ended.wait(self.limit_s)  # each stream ends with the chunk that it reads
+                ended.wait(min(self.limit_s, RIPE_S))
             raise
         if failed:
             raise failed.pop()

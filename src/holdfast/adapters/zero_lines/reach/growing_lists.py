@@ -183,7 +183,7 @@ class _Maker:
             # Of its own memory, as torch allocates it.
             one = torch.frombuffer(data, dtype=kind).clone() if data else torch.empty(0, dtype=kind, device="cpu")
             return filled(there, one.reshape(shape))
-        return filled(there, numpy.frombuffer(data, dtype=kind).reshape(shape))
+        return filled(there, numpy.frombuffer(data, dtype=kind).reshape(shape).copy())  # it owns its data
 
 
 def _tree(value: Any, parts: list[Any], depth: int) -> list[Any]:
@@ -258,6 +258,8 @@ def _why_not(part: Any) -> str:
         return "a tensor that requires a gradient"
     if part.device.type != "cpu":
         return f"a tensor on {part.device}"
+    if part.is_inference():
+        return "a tensor made in inference mode"
     return "a tensor that is a view, sparse or quantized, or has attributes"
 
 

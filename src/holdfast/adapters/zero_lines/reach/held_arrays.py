@@ -101,7 +101,8 @@ def _made(value: dict[str, Any]) -> Any:
         return flat.clone().reshape(value["shape"])
     import numpy  # noqa: ICN001, PLC0415 - only a process that has such arrays has stored one
 
-    return numpy.frombuffer(bytearray(value["data"]), dtype=value["dtype"]).reshape(value["shape"])
+    array = numpy.frombuffer(value["data"], dtype=value["dtype"])
+    return array.reshape(value["shape"]).copy()  # it owns its data
 
 
 def span(value: Any) -> Span:
