@@ -233,6 +233,22 @@ def test_a_job_that_comes_back_behind_any_step_ends_as_the_undisturbed_one(
     assert not [text for text in ("gradient", "are lost") if text in caplog.text.replace("versions have them", "")]
 
 
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_the_text_seems_to_clear_is_told_as_lost_by_nobody(
+    caplog: pytest.LogCaptureFixture, *, clears: bool
+) -> None:
+    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.zeros(3))], 0.1)
+    part = GradientsPart("gradients", lambda: [optimizer], list)
+    loading: Any = SimpleNamespace(has=lambda _: False)
+    part.apply(loading)  # a version that has none
+    part.note(lambda keys: (frozenset(keys if clears else ()), frozenset()))
+    for _ in range(3):  # never cleared, by what is seen of the gradient
+        parameter.sum().backward()
+        optimizer.step()
+        part.stepped(optimizer)
+    assert ("does not clear the gradient" in caplog.text) != clears
+
+
 @pytest.mark.parametrize("most", [12, 8])
 def test_what_the_text_reads_is_saved_if_it_can_be(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(carried_tensors, "MAX_BYTES", most)
