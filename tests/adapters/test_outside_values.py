@@ -108,6 +108,18 @@ def test_what_goes_into_the_training_is_found(before: str, body: str, text: str)
         ("def check():\n    assert time.time() - t0 < 60", "check()"),
         ("def check():\n    if time.time() - t0 > 60: raise TimeoutError", "check()"),
         ("done = False\ndef check():\n    global done\n    if time.time() > 60: done = True", "check()\nif done: break"),
+        ("from time import *", "if monotonic() > 60: break"),
+        ("", "if time.clock_gettime(0) > 60: break"),
+        ("class T:\n    now = staticmethod(time.time)", "if T.now() > 60: break"),
+        ("from dataclasses import dataclass, field\n@dataclass\nclass S:\n    at: float = field(default_factory=time.time)\ns = S()", "rate = s.at\n" + RATE),
+        ("class T:\n    @classmethod\n    def now(cls): return time.time()\n    @staticmethod\n    def late(t): return t > 60", "if T.late(T.now()): break"),
+        ("import threading\nclass W(threading.Thread):\n    def run(self):\n        time.sleep(60); self.over = True\nw = W(); w.start()", "if w.over: break"),
+        ("import threading\nover = threading.Event()\nclass W(threading.Thread):\n    def run(self):\n        time.sleep(60); over.set()\nW().start()", "if over.is_set(): break"),
+        ("def timed(f):\n    def g(*a):\n        t = time.time(); r = f(*a); return r, time.time() - t\n    return g\n@timed\ndef run(m): return 1", "r, took = run(model)\nscheduler.step(took)"),
+        ("def rates():\n    while True: yield time.time()\nit = rates()", "rate = next(it)\n" + RATE),
+        ("class S(torch.optim.lr_scheduler.LRScheduler):\n    def get_lr(self): return [time.time()]\nscheduler = S(optimizer)", "scheduler.step()"),
+        ("times = {}", "times['a'] = time.time()\nif max(times.values()) > 60: break"),
+        ("gen = torch.Generator()", "gen.seed()"),
         ("", "setattr(optimizer, 'lr', time.time())"),
         ("", "setattr(optimizer, name, time.time())"),
         ("", "optimizer.param_groups[0].setdefault('lr', time.time())"),
@@ -278,6 +290,10 @@ def test_a_loop_that_a_clock_ends_is_found(head: str) -> None:
         ("class Speed:\n    def on_step_end(self, trainer): trainer.seconds = time.time()\n" + TRAINER.replace("CALL", "callback.on_step_end(self)"), "print(trainer.seconds)"),
         ("def save(model, path): torch.save({'model': model.state_dict(), 'step': step}, path)\nmodel.train()", LATE + "save(model, 'last.pt')"),
         ("class Run:\n    def save(self):\n        torch.save(self.model.state_dict(), 'last.pt')\nrun = Run()\nmodel.train()", LATE + "run.save()\n    model.save_pretrained('last')"),
+        ("def timed(f):\n    def g(*a):\n        t = time.time(); r = f(*a); return r, time.time() - t\n    return g\n@timed\ndef run(m): return 1", "r, took = run(model)\nscheduler.step(r)\nprint(took)"),
+        ("import threading\nclass Beat(threading.Thread):\n    def run(self):\n        while True:\n            time.sleep(60); print(self.name)\nBeat().start()", ""),
+        ("class T:\n    at = time.time()\n    n = 0\nt = T()", "if t.n > 9: break\nprint(time.time() - t.at)"),
+        ("row = {}", "row['at'] = time.time()\nfor name, value in row.items(): print(name, value)\nprint(sum(row.values()))"),
         ("norms = []", LATE + "norms.append(sum(p.norm().item() for p in model.parameters()))\n    print(next(model.parameters()).device, norms[-1])"),
         ("writer = SummaryWriter()", LATE + "for n, p in model.named_parameters(): writer.add_histogram(n, p, step)"),
         ("", LATE + "print(f'{step / len(train_loader):.0%} of {len(train_loader.dataset)}', loss.item(), optimizer.param_groups[0]['lr'])"),
@@ -327,3 +343,9 @@ def test_functions_of_other_modules_are_followed() -> None:
     files = "import os\ndef size():\n    return os.path.getsize('log')\ndef stops():\n    return os.path.exists('stop')"
     assert "getsize" in found("from other import size, stops", "rate = size()\n" + RATE, files).outside
     assert not found("from other import size, stops", "if stops(): break", files).outside
+
+
+def test_many_methods_that_nobody_calls_hide_nothing() -> None:
+    many = "".join(f"    def on_{number}(self, run): pass\n" for number in range(3001))
+    late = "class Clock:\n    def late(self): return time.time() > 60\nclock = Clock()"
+    assert "goes into the training" in found(f"class Hooks:\n{many}{late}", "if clock.late(): break").outside

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import grad_mode
 from torch.utils import _contextlib
 
-from holdfast.base.errors import LevelNotReached
+from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.pipeline import bubbles, schedule_discovery
@@ -147,6 +147,26 @@ def test_nothing_is_saved_of_a_restore_that_failed_and_was_interrupted_behind_th
     checkpointer.close()
     assert not checkpointer._storage.versions()
     assert not run_lock._held
+
+
+def test_who_saves_behind_a_restore_that_failed_hears_that_it_did(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    with pytest.raises(UsageError, match="has not been called"):
+        checkpointer.save(0)
+    checkpointer.restore()
+
+    def fails(*_: Any) -> None:
+        raise LevelNotReached("no")
+
+    monkeypatch.setattr(checkpointer, "_laid_out", fails)
+    with pytest.raises(LevelNotReached):
+        checkpointer.restore()
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match=r"the last restore\(\) failed"):
+        checkpointer.save(0)
+    checkpointer.restore()
+    assert checkpointer.save(0).given_up == ""
 
 
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # with what was being made

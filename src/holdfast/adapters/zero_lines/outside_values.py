@@ -43,7 +43,7 @@ from holdfast.checkpoint.usage.name_flow import Function, stored
 # What tells something else in every process, by its whole name.
 _TOLD = {
     *(f"time.{name}{ns}" for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time") for ns in ("", "_ns")),
-    *(f"time.{name}" for name in ("ctime", "localtime", "gmtime", "strftime")), "timeit.default_timer",
+    *(f"time.{name}" for name in ("clock_gettime", "clock_gettime_ns", "ctime", "localtime", "gmtime", "strftime")), "timeit.default_timer",
     *(f"datetime.{kind}.{name}" for kind in ("datetime", "date") for name in ("now", "utcnow", "today")), "pandas.Timestamp.now",
     "os.getpid", "os.getppid", "os.uname", "os.urandom", "os.getloadavg", "os.times", "socket.gethostname", "platform.node", "uuid.uuid1", "uuid.uuid4",
     "threading.get_ident", "threading.get_native_id", "secrets.token_bytes", "secrets.token_hex", "secrets.randbelow", "secrets.randbits",
@@ -85,6 +85,7 @@ _SEEDS = {
 _LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
 _EXITS = {"sys.exit", "os._exit", "os.abort", "os.kill", "signal.raise_signal"}
 _RATES = {"lr", "momentum", "weight_decay", "betas", "eps", "dampening", "alpha", "max_norm"}
+_SUMS = {"max", "min", "sum", "any", "all", "sorted"}
 _QUIET = {"print", "isinstance", "type", "repr", "hasattr", "callable", "super"}
 # What is called before a loop to give something to a name; what other functions return there is not followed.
 _PLAIN = {name.rpartition(".")[2] for name in _TOLD} | {
@@ -224,7 +225,10 @@ class _Flow:
                     )
             elif isinstance(part, ast.ImportFrom):
                 home = f"{'.' * part.level}{part.module or ''}"
-                self._imports.update({alias.asname or alias.name: f"{home}.{alias.name}" for alias in part.names})
+                names = [(alias.asname or alias.name, f"{home}.{alias.name}") for alias in part.names]
+                if part.names[0].name == "*":
+                    names = [(whole[len(home) + 1 :], whole) for whole in _TOLD if whole.startswith(f"{home}.")]
+                self._imports.update(names)
             elif isinstance(part, Function):
                 self._around[id(part)] = scope
                 (self._functions if kind is None else self._methods).setdefault(part.name, []).append(part)
@@ -324,6 +328,11 @@ class _Flow:
             for node in ast.walk(self._tree):
                 if isinstance(node, ast.Call):
                     self._handed_on(node)
+            for method in self._methods.get("get_lr", ()):  # of a scheduler
+                self._sink(plain(self._call(method, {}, _Frame(self._tree, {}))[0]), method)
+            for kind in self._classes.values():
+                if any(last_name(base) == "Thread" for base in kind.bases):
+                    self._thread(kind)
             for method in (part for name in _BY_OTHERS for part in self._methods.get(name, ())):
                 value, _names = self._call(method, {}, _Frame(self._tree, {}))
                 self._sink(without_files(value.get("", NONE)), method)
@@ -346,17 +355,26 @@ class _Flow:
                 self._eval(node, frame)
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
                 self._one(node, frame)
+            elif isinstance(node, ast.ClassDef):
+                for part in node.body:
+                    if isinstance(part, ast.Assign | ast.AnnAssign) and (value := self._eval(part.value, frame)):
+                        name = last_name(part.targets[0] if isinstance(part, ast.Assign) else part.target)
+                        self._attributes[name] = merged(self._attributes.get(name, {}), value)
         called = {last_name(node.func) for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
+        calls = self._calls  # these take none of those that the loops may make
         for method in (part for name in self._methods.keys() - called for part in self._methods[name]):
             if isinstance(method, Function) and not method.name.startswith(
                 "__"
             ):  # it is called by a name that is made, or by a package
                 names = self._call(method, {}, _Frame(self._tree, {}))[1]
                 self._stored_on(method, {}, names, None, _Frame(self._tree, {}), own=True)
+        self._calls = calls
 
     def _above(self, statement: ast.stmt, frame: _Frame, *, is_plain: bool) -> None:
         """Goes through a statement above the loop; of one that is not plain only the functions stay that it gives to names."""
-        if is_plain:
+        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        made = [each for call in calls for each in self._functions.get(last_name(call.func), ())]
+        if is_plain or (isinstance(statement, ast.Assign) and made and all(map(_is_generator, made))):
             self._one(statement, frame)
             return
         tried = _Frame(frame.scope, dict(frame.names))
@@ -392,8 +410,17 @@ class _Flow:
         ]
         return [node.args[1] for node in found if len(node.args) > 1 and "ALRM" in ast.unparse(node.args[0])]
 
-    def _sleeps(self, node: ast.expr) -> bool:
-        made = self._functions.get(node.id, []) if isinstance(node, ast.Name) else []
+    def _thread(self, kind: ast.ClassDef) -> None:
+        """Goes through what a thread of the script's sets once it has slept."""
+        for method in self._of_class(kind, ("run",)):
+            if self._sleeps(method):
+                place = ast.copy_location(ast.Name(f"{kind.name}.run()"), method)
+                asked = everything(self._asked(ast.Call(place, [], []), place))
+                frame = _Frame(self._tree, {}, asked, trains=True)
+                self._stored_on(method, {}, self._call(method, {}, frame)[1], None, frame, own=False)
+
+    def _sleeps(self, node: ast.AST) -> bool:
+        made = self._functions.get(node.id, []) if isinstance(node, ast.Name) else [node]
         calls = [part for each in made for part in ast.walk(each) if isinstance(part, ast.Call)]
         return any(last_name(call.func) == "sleep" or (last_name(call.func) == "wait" and call.args) for call in calls)
 
@@ -809,6 +836,10 @@ class _Flow:
         words = {word.arg or "**": self._eval(word.value, frame) for word in node.keywords}
         functions = NONE.union(*(functions_in(value) for value in (*given, *words.values())))
         passed = functions.union(*(plain(value) for value in (*given, *words.values())))
+        if name in _SUMS and isinstance(node.func, ast.Name):
+            for each in node.args:  # whatever lies under any name
+                if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == "values":
+                    passed |= everything(self._eval(each.func.value, frame))
         self._judge(node, name, whole, passed, frame)
         if frame.control and self._drawing.is_felt(node, whole):
             self._felt(frame, node)
@@ -968,7 +999,10 @@ class _Flow:
             own = passed | frame.control
             for each in node.args:
                 own |= self._number(each)
-            if whole in ("random.seed", "torch.seed", "numpy.random.seed") and not node.args and not node.keywords:
+            alone = isinstance(node.func, ast.Attribute) and not whole and name == "seed" and name not in self._methods
+            if (alone or whole in ("random.seed", "torch.seed", "numpy.random.seed")) and not (
+                node.args or node.keywords
+            ):
                 own |= frozenset({Source(ast.unparse(node), node.lineno, False, node)})
         elif name == "load_state_dict" or self._is_exit(node):
             own = frame.control
@@ -1008,12 +1042,13 @@ class _Flow:
         mine = self._value_of(path, frame) if path else self._eval(func.value, frame)
         found: Value = {}
         for method in self._methods[func.attr]:
-            bound = self._bound(method, given, words, own=True)
-            first = method.args.args[0].arg if isinstance(method, Function) and method.args.args else ""
+            own = not _is_static(method)
+            bound = self._bound(method, given, words, own=own)
+            first = method.args.args[0].arg if own and isinstance(method, Function) and method.args.args else ""
             if first:
                 bound[first] = {part: held for part, held in mine.items() if part}
             value, names = self._call(method, bound, frame)
-            self._stored_on(method, bound, names, call, frame, own=True)
+            self._stored_on(method, bound, names, call, frame, own=own)
             found = merged(found, value)
             if first and path:
                 for held, sources in names.items():
@@ -1096,9 +1131,22 @@ class _Flow:
             inner.returned = self._eval(function.body, inner, alone=bool(frame.control))
         elif isinstance(function, Function):
             self._block(function.body, inner)
+            for each in function.decorator_list:
+                for part, held in self._wrapped(each, inner).items():
+                    add(inner.returned, part, held)
         self._running.discard(id(function))
         self._memo[key] = inner.returned, inner.names
         return self._memo[key]
+
+    def _wrapped(self, decorator: ast.expr, frame: _Frame) -> Value:
+        """Returns what a decorator of the script's adds to what a function returns: `return result, seconds`."""
+        name = last_name(decorator.func if isinstance(decorator, ast.Call) else decorator)
+        found: Value = {}
+        for made in self._functions.get(name, ()):
+            for part in ast.walk(made):
+                if isinstance(part, Function) and part is not made:
+                    found = merged(found, self._call(part, {}, frame)[0])
+        return {part: held for part, held in found.items() if part[:1] == "["}
 
     def _defaults(self, function: ast.AST, bound: dict[str, Value], frame: _Frame) -> dict[str, Sources]:
         """Returns what parameters hold that are not given."""
@@ -1143,6 +1191,14 @@ def _keyed(form: str, words: dict[str, Value]) -> Value:
 def _is_zero(node: ast.Call) -> bool:
     """Tell whether an alarm is taken back."""
     return any(isinstance(part, ast.Constant) and part.value == 0 for part in node.args)
+
+
+def _is_static(method: ast.AST) -> bool:
+    return any(last_name(each) == "staticmethod" for each in getattr(method, "decorator_list", ()))
+
+
+def _is_generator(function: ast.AST) -> bool:
+    return any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(function))
 
 
 def _may_be_own(whole: str) -> bool:

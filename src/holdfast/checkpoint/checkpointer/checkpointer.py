@@ -173,6 +173,7 @@ class Checkpointer:
         self._saves = threading.RLock()  # another thread's save waits for it; a signal's handler may save within one
         self._began: dict[str, Keys] = {}  # of dicts, at the first restore
         self._overwritten: set[str] = set()  # by a restore that was not finished
+        self._has_failed = False  # a restore has
         self._early = Early()
         self._prove = prove
         self._proof: Proof | None = None
@@ -254,7 +255,7 @@ class Checkpointer:
             return self._begun(self._run, back)
         except BaseException:
             # The objects may hold a mixture now; nothing of it must ever be saved, whatever interrupts this.
-            self._leaving, self._run = leaving, None
+            self._leaving, self._run, self._has_failed = leaving, None, True
             leaving.go_on()
             raise
 
@@ -327,7 +328,7 @@ class Checkpointer:
             raise UsageError(reason.what, remedy=reason.remedy)
         run.state.carried.give(step, carry)
         run.state.gradients.note(functools.partial(run.turns.at, frame))
-        run.accumulation.look(step, lambda: run.state.gradients.why_lost, run.saver.fence.num_steps, frame)
+        run.accumulation.look(step, lambda: run.state.gradients.why_told, run.saver.fence.num_steps, frame)
         if self._proof is not None:
             self._proof.made(step, frame)
         del frame  # what it holds is the script's to free
@@ -816,6 +817,8 @@ class Checkpointer:
 
     def _running(self) -> Run:
         self._require_own()
+        if self._run is None and self._has_failed:
+            raise UsageError("the last restore() failed", remedy="call it again: objects may be filled in part")
         if self._run is None:
             raise UsageError("restore() has not been called", remedy="call it once before training, also on a new run")
         return self._run

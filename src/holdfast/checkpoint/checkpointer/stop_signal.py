@@ -10,6 +10,7 @@ are asked in turn the newest ends the script.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` passes over a ValueError, which may be another handler's
 import os
 import signal
 import threading
@@ -61,7 +62,7 @@ class StopSignal:
         """Takes over SIGTERM, once."""
         if self._installed or threading.current_thread() is not threading.main_thread():
             return
-        self._before = signal.signal(signal.SIGTERM, self._handle)
+        self._before = _signal.signal(signal.SIGTERM, self._handle)
         self._installed = True
 
     def remove(self) -> None:
@@ -72,13 +73,13 @@ class StopSignal:
         """
         self._is_over = True
         if self._installed and threading.current_thread() is threading.main_thread():
-            before = self._before if self._before is not None else signal.SIG_DFL
+            before = self._before if self._before is not None else _signal.SIG_DFL
             if (self.arrived or self._passed_on) and before == signal.SIG_DFL:
                 # Ignored, not handled: the interpreter's end gives handlers up and would leave the default.
-                before = signal.SIG_IGN
-            newer = _owner_of(signal.getsignal(signal.SIGTERM))
+                before = _signal.SIG_IGN
+            newer = _owner_of(_signal.getsignal(signal.SIGTERM))
             if newer is self:
-                signal.signal(signal.SIGTERM, before)
+                _signal.signal(signal.SIGTERM, before)
             while newer is not None and newer is not self:
                 if _owner_of(newer._before) is self:
                     newer._before = before

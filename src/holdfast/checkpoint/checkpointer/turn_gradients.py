@@ -6,6 +6,7 @@ Called by `checkpoint.checkpointer.checkpointer` at each step that is reported, 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Set
 from types import CodeType, FrameType
 from typing import Any
@@ -33,7 +34,7 @@ class TurnGradients:
         self._known: dict[tuple[CodeType, int], tuple[frozenset[int], list[int], Judgement]] = {}
 
     def at(self, frame: FrameType, parameters: Set[int]) -> Judgement:
-        """Returns the numbers of the parameters whose gradients the next turn surely clears before it reads them, and of those it may read.
+        """Returns the numbers of the parameters whose gradients the next turn seems to clear before it reads them, and of those it may read.
 
         Of neither kind is what the text does not tell.
 
@@ -50,12 +51,12 @@ class TurnGradients:
                 self._turns[place] = turn_at(user_frames.text(users), users.f_lineno) if _is_text_of(users) else None
             if (turn := self._turns.get(place)) is None or not (names := user_frames.names(users)):
                 return _NOTHING
-            meant = {path: _meant(path, names, turn) for path in turn.paths}
-            things = [*map(id, meant.values())]
+            things = {path: meant(path, names, turn) for path in turn.paths}
+            ids = [*map(id, things.values())]
             known = self._known.get(place)
-            if known is None or known[0] != parameters or known[1] != things:
+            if known is None or known[0] != parameters or known[1] != ids:
                 every = frozenset(parameters)
-                known = self._known[place] = every, things, judged(turn, meant.get, every)
+                known = self._known[place] = every, ids, judged(turn, things.get, every)
             return known[2]
         except Exception as error:  # noqa: BLE001 - it is other people's code and objects, and training must go on
             pass_on(error)
@@ -68,7 +69,9 @@ class TurnGradients:
 
 def _is_text_of(frame: FrameType) -> bool:
     """Tell whether the code of a frame is what the text of its file says now: somebody may have edited it since."""
-    whole = compile(user_frames.text(frame), frame.f_code.co_filename, "exec", dont_inherit=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = compile(user_frames.text(frame), frame.f_code.co_filename, "exec", dont_inherit=True)
     return any(code == frame.f_code for code in _codes(whole))
 
 
@@ -79,10 +82,12 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(part)
 
 
-def _meant(path: str, names: Any, turn: Turn) -> Any:
+def meant(path: str, names: Any, turn: Turn) -> Any:
     """Returns what a path means; None if nobody knows, or if a turn sets it."""
     name, *attributes = path.split(".")
-    thing = None if name in turn.sets else names.get(name)
+    if name in turn.sets or any(f".{attribute}" in turn.sets for attribute in attributes):
+        return None
+    thing = names.get(name)
     for attribute in attributes:
         held = getattr(thing, "__dict__", {})
         thing = held.get(attribute, held.get("_modules", {}).get(attribute) if isinstance(thing, nn.Module) else None)

@@ -15,9 +15,9 @@ Of many parameters a sample is looked at, as long as every optimizer made a step
 the last looks at all of them found nothing either. Where that does not hold, all that is not known to be used counts as living: too much
 is saved then. What a backward pass behind the step gives to parameters outside of the sample alone is found at the next look at all.
 
-Where the text of the script's loop says that its next turn clears a gradient before anybody reads it, that one lives in no case. Where
-it says that the turn reads it first, and that nothing is cleared before that, it lives though it was used, as long as it can be carried.
-What follows is for what the text leaves open.
+Where the text of the script's loop says that its next turn, which begins right behind the report, reads a gradient before it clears it,
+that one lives though it was used, as long as it can be carried: too many live rather than too few. Where the text seems to clear it first,
+nothing is told of what may be lost; that may be wrong, so the version has no less for it. What follows is for all others.
 
 A script may also never clear what was used, or not at each step, or not all of it. A gradient that is the same tensor at two optimizer steps
 is looked at behind this step and behind the next, when a backward pass begins to add to it: if it is not zero by then, it lives
@@ -109,7 +109,7 @@ class GradientsPart(TransientPart):
         self._names: dict[int, str] = {}  # of parameters, by id
         self._looks: dict[int, int] = {}  # by a parameter's id: at whether the script clears what it used
         self._uncleared: set[int] = set()  # those of which it does not
-        self._proven = frozenset[int]()  # those of which the text of the script says that it does
+        self._clears = frozenset[int]()  # those of which the text of the script seems to say that it does
         # Those that a backward pass has come to; and of them those that none has come to since an optimizer's step.
         self._reached: set[int] = set()
         self._asked: set[int] = set()
@@ -128,7 +128,7 @@ class GradientsPart(TransientPart):
         self._units = [
             each for module in self._modules() for each in module.modules() if living_gradients.is_sharded(each)
         ]
-        self._names, self._proven = {key: owner.entry for key, owner in out.owners.items()}, frozenset()
+        self._names = {key: owner.entry for key, owner in out.owners.items()}
         stepped = {
             id(p) for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]
         }
@@ -152,15 +152,13 @@ class GradientsPart(TransientPart):
             parameters = parameters[:: -(-len(parameters) // SAMPLE)]
         grads = [(id(p), p, grad) for p in parameters if (grad := p.grad) is not None]
         used = {key: _seen(grad) for key, _, grad in grads}
-        self._zeroed.used(
-            (key, parameter, grad, used[key][0]) for key, parameter, grad in grads if key not in self._proven
-        )
+        self._zeroed.used((key, parameter, grad, used[key][0]) for key, parameter, grad in grads)
         for key, parameter, _ in grads:
             before = self._used.get(key)
             stayed = before is not None and before[0] == used[key][0]
             if before is None or stayed:
                 self._stays[key] = max(self._stays.get(key, 0), 2 if stayed else 1)
-            if before is None or key in self._uncleared or key in self._proven:
+            if before is None or key in self._uncleared:
                 continue
             # No backward pass has come to it since the step and the report before, or none can.
             may_be_left = key in self._reached or not parameter.requires_grad
@@ -180,7 +178,7 @@ class GradientsPart(TransientPart):
         """A step is reported now: finds what lives.
 
         Args:
-            judged: returns, of the `id` of each parameter, of which the next turn surely clears the gradient before it reads it, and of
+            judged: returns, of the `id` of each parameter, of which the next turn seems to clear the gradient before it reads it, and of
                 which it may read it as it is now.
         """
         all_stepped = self._stepped.issuperset(map(id, self._optimizers()))
@@ -213,9 +211,8 @@ class GradientsPart(TransientPart):
         held = any(map(fsdp1.units_of, self._modules()))  # it loses what is put back, zeros too: that is told
         parameters = self._parameters()
         grads = {key: grad for key, p in parameters.items() if (grad := p.grad) is not None}
-        self._proven, read = judged(parameters.keys())
-        unsure = grads.keys() - self._proven
-        looks = {key: (living_gradients.number_of(grads[key]), _count(grads[key])) for key in unsure}
+        self._clears, read = judged(parameters.keys())
+        looks = {key: (living_gradients.number_of(grad), _count(grad)) for key, grad in grads.items()}
         lives = {key for key, look in looks.items() if key in self._uncleared or self._used.get(key) != look}
         named = () if held else lives & self._names.keys()
         cleared = self._zeroed.found(
@@ -265,9 +262,7 @@ class GradientsPart(TransientPart):
 
     def _lives(self, key: int, parameter: torch.Tensor) -> bool:
         """Return whether the next step reads the gradient of a parameter."""
-        if (grad := parameter.grad) is None or key in self._proven:
-            return False
-        return key in self._uncleared or not _is(grad, self._used.get(key))
+        return (grad := parameter.grad) is not None and (key in self._uncleared or not _is(grad, self._used.get(key)))
 
     def _is_next(self, key: int, look: _Seen) -> bool:
         """Return whether torch counts one write to a gradient since the step that used it."""
@@ -303,6 +298,15 @@ class GradientsPart(TransientPart):
         in_buckets = any(isinstance(each, DistributedDataParallel) and each.gradient_as_bucket_view for each in parts)
         return living_gradients.why_not([parameter for parameter, _ in self._living.values()], in_buckets=in_buckets)
 
+    @property
+    def why_told(self) -> str:
+        """Return why gradients are lost that the text of the script does not seem to clear; empty if none are."""
+        return "" if self._seem_cleared else self.why_lost
+
+    @property
+    def _seem_cleared(self) -> bool:
+        return bool(self._living) and all(id(parameter) in self._clears for parameter, _ in self._living.values())
+
     def _lacking(self, living: Mapping[str, torch.Tensor]) -> list[str]:
         """Returns the numbers of those that a restored version lacked, as long as nobody knows whether the script clears them.
 
@@ -324,7 +328,8 @@ class GradientsPart(TransientPart):
         elsewhere = self.is_elsewhere  # then no gradient is read, also if the thread that trains reports meanwhile
         living = {} if elsewhere else {number: parameter for number, (parameter, _) in self._living.items()}
         if why := self.why_lost or (_ELSEWHERE if elsewhere and self._uncleared else ""):
-            out.value(self.name, {_LOST: why})
+            if not self._seem_cleared:
+                out.value(self.name, {_LOST: why})
         elif living or self._zero or self._uncleared:
             of = {number: self._place(parameter, out.layouts) for number, parameter in living.items()}
             # All of them without a name each, as older releases had it.
@@ -452,7 +457,7 @@ class GradientsPart(TransientPart):
         return _is(grad, self._used.get(id(parameter)))
 
     def _found_uncleared(self, key: int) -> None:
-        if self._is_back and not self._is_told and key not in self._brought:
+        if self._is_back and not self._is_told and key not in self._brought and key not in self._clears:
             logger.warning(
                 "this script does not clear the gradient of %s that an optimizer's step has used, and the version that was restored lacks "
                 "it: that was not known yet when it was saved. Training may go on otherwise than the run that saved would have",

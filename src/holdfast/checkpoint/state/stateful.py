@@ -266,12 +266,15 @@ class ScalerState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets scale and growth; a scaler that is disabled ignores them as its own method does."""
+        """Sets scale and growth, and ends the step under way; a scaler that is disabled ignores it as its own method does."""
         plain = {
             key: v.item() if key in ("scale", "_growth_tracker") and isinstance(v, torch.Tensor) else v
             for key, v in state.items()
         }
         self._scaler.load_state_dict(plain)
+        seen = getattr(self._scaler, "_per_optimizer_states", None)
+        if isinstance(seen, dict):  # of gradients that are gone: the next ones have to be unscaled
+            seen.clear()
 
 
 def _keys(content: Mapping[Any, Any]) -> Keys:

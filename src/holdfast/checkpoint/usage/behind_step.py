@@ -27,7 +27,7 @@ def left_behind(loop: Loop, scope: Scope, functions: Functions) -> set[str]:
         functions: what calls read.
     """
     reader = Reader(set(), functions, runs=True)
-    reader.run([*loop.orelse, *(runs_behind(scope.body, loop) or [])])
+    reader.run([*loop.orelse, *(_behind(scope.body, loop) or [])])
     targets = stored([loop.target]) if not isinstance(loop, ast.While) else set()
     surely = Reader(targets, functions, runs=True).run(loop.body)
     return reader.early & stored(loop.body) - surely
@@ -42,7 +42,7 @@ def changed_late(loop: Loop, call: ast.Call, number: ast.expr | None, lives: set
         number: what it is told.
         lives: names that live from one turn to the next.
     """
-    behind = runs_behind(loop.body, call) or []
+    behind = _behind(loop.body, call) or []
     if not isinstance(number, ast.Name) or not _is_of_this_turn(number.id, loop, behind):
         return {}
     values = [word.value for word in call.keywords if isinstance(word.value, ast.Name | ast.Attribute)]
@@ -150,14 +150,14 @@ def _is_of_this_turn(number: str, loop: Loop, behind: Sequence[ast.stmt]) -> boo
     return any(isinstance(node.target, ast.Name) and node.target.id == number for node in counts)
 
 
-def runs_behind(block: Sequence[ast.stmt], inside: ast.AST) -> list[ast.stmt] | None:
+def _behind(block: Sequence[ast.stmt], inside: ast.AST) -> list[ast.stmt] | None:
     """Returns the statements that run behind a node, without those of other branches; None if the node is not there."""
     for number, statement in enumerate(block):
         if not any(part is inside for part in ast.walk(statement)):
             continue
         found: list[ast.stmt] = []
         for part in _blocks(statement):
-            if (rest := runs_behind(part, inside)) is not None:
+            if (rest := _behind(part, inside)) is not None:
                 found += rest
                 if isinstance(statement, ast.Try):
                     found += [*(statement.orelse if part is statement.body else []), *statement.finalbody]

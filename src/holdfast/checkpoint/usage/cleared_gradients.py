@@ -13,31 +13,24 @@ the script are followed where they are called in a statement of their own. What 
 from __future__ import annotations
 
 import ast
-import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
-from holdfast.checkpoint.usage.behind_step import runs_behind
 from holdfast.checkpoint.usage.loop_analysis import loops_at, report_at, scope_at
-from holdfast.checkpoint.usage.name_flow import Defined, Function, defined, stored
+from holdfast.checkpoint.usage.name_flow import Function, defined, stored
 
 _MAX_DEPTH = 6
 # Words of calls that read gradients besides `step`.
 _READS = ("clip_grad", "unscale_", "get_total_norm", "clip_grad_norm_", "clip_grad_value_")
 _PLAIN = (nn.Module.zero_grad, Optimizer.zero_grad)
-# Of a turn's loops behind a report: calls by these words clear no gradient.
-_QUIET = {
-    "add_scalar", "append", "cpu", "debug", "detach", "eval", "extend", "flush", "float", "get_last_lr", "info", "item", "items", "join",
-    "keys", "log", "mean", "perf_counter", "save", "set_description", "set_postfix", "state_dict", "sum", "time", "train", "update", "values",
-    "warning", "write", *vars(builtins),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +96,21 @@ class Turn:
     Attributes:
         events: what is cleared and read in it, in order; the report is none of it.
         around: the same of what the loops around it run besides.
-        sets: names that these loops set.
-        keeps: whether the text shows that nothing is cleared between the report and the next turn.
+        sets: names that these loops may set, and attributes, each with a dot before it.
+        keeps: whether the next turn begins behind the report.
+        over: what the loops go over.
     """
 
     events: tuple[Event, ...]
     around: tuple[Event, ...]
     sets: frozenset[str]
     keeps: bool
+    over: tuple[str, ...]
 
     @property
     def paths(self) -> frozenset[str]:
         """Return all paths of its events."""
-        return frozenset(path for event in (*self.events, *self.around) for path in _paths(event))
+        return frozenset(path for event in (*self.events, *self.around) for path in _paths(event)) | {*self.over}
 
 
 def turn_at(source: str, line: int) -> Turn | None:
@@ -137,23 +132,22 @@ def turn_at(source: str, line: int) -> Turn | None:
         for statement in loop.body
         if all(node is not inner for node in ast.walk(statement))
     ]
-    pairs: list[tuple[Sequence[ast.stmt], ast.AST]] = [(loops[-1].body, report)]
-    pairs += [(loop.body, inner) for loop, inner in pairwise(loops)]
-    behind = [statement for body, inside in pairs for statement in runs_behind(body, inside) or ()]
     return Turn(
         tuple(reader.run(loops[-1].body, None, 0)),
         tuple(reader.run(besides, None, 0)),
-        frozenset(stored([loops[0]])),
-        _is_quiet(behind, functions, methods),
+        frozenset(stored([loops[0]]) | _set_elsewhere(tree, loops[0])),
+        _is_last(loops, report),
+        tuple(path for loop in loops for path in _gone_over(loop)),
     )
 
 
 def judged(
     turn: Turn, resolve: Callable[[str], Any], parameters: frozenset[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Returns which gradients the next turn clears before it reads them, and which it may read, whichever way it goes, before it clears them.
+    """Returns which gradients the next turn seems to clear before it reads them, and which it may read, whichever way it goes, as they are.
 
-    None of the second ones where the text leaves open what is cleared, in the turn or behind its report.
+    The first ones are a guess: what a text calls may be something else, and what it calls in other files is not seen. Of the second ones
+    too many may be there. None is cleared between the report and the next turn: there is nothing between them.
 
     Args:
         turn: what the text says.
@@ -164,8 +158,12 @@ def judged(
     cleared, _ = _walk(turn.events, resolve, parameters, nothing, nothing)
     _, read = _walk(turn.events, resolve, parameters, nothing, nothing, surely=False)
     _, read_around = _walk(turn.around, resolve, parameters, nothing, nothing)
-    is_known = all(resolve(path) is not None for path in _cleared_by(turn.events))
-    return cleared - read_around, read if turn.keeps and is_known else nothing
+    keeps = (
+        turn.keeps
+        and all(_of(resolve(path)) for path in _cleared_by(turn.events))
+        and all(isinstance(resolve(path), DataLoader | list | tuple) for path in turn.over)
+    )
+    return cleared - read_around, read if keeps else nothing
 
 
 def _paths(event: Event) -> Iterator[str]:
@@ -183,26 +181,44 @@ def _cleared_by(events: Sequence[Event]) -> Iterator[str]:
             yield from _cleared_by([*event.one, *event.other])
 
 
-def _is_quiet(statements: Sequence[ast.stmt], functions: Defined, methods: Defined) -> bool:
-    """Tell whether statements, and what they call, surely clear no gradient."""
-    waiting: list[ast.AST] = list(statements)
-    seen: set[int] = set()
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        for node in ast.walk(part):
-            if isinstance(node, ast.Attribute) and node.attr in ("grad", "zero_grad"):
+def _set_elsewhere(tree: ast.Module, loop: ast.AST) -> set[str]:
+    """Returns names that functions of a file may set beyond themselves, and with a dot before it each attribute that they or a loop set."""
+    begins = {id(part) for node in ast.walk(tree) if _is_begin(node) for part in ast.walk(node)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function | ast.Lambda)]
+    nodes = [part for node in (loop, *functions) for part in ast.walk(node) if id(part) not in begins]
+    names = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)}
+    return names | {f".{attribute}" for attribute in attributes}
+
+
+def _is_begin(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == "__init__"
+
+
+def _is_last(loops: Sequence[ast.AST], report: ast.Call) -> bool:
+    """Tell whether nothing of these loops runs between a report and the next turn, but for what they go over."""
+    for loop, inside in zip(loops, (*loops[1:], report), strict=True):
+        last: ast.AST = loop
+        while isinstance(last, ast.For | ast.While | ast.If) and last is not inside:
+            if last.orelse or (last is not loop and not isinstance(last, ast.If)):
                 return False
-            if isinstance(node, ast.Call):
-                is_method = isinstance(node.func, ast.Attribute)
-                word = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                targets = (methods if is_method else functions).get(word, ())
-                if not targets and word not in _QUIET:
-                    return False
-                waiting += targets
+            last = last.body[-1]
+        if (last.value if isinstance(last, ast.Expr) else last) is not inside:
+            return False
     return True
+
+
+def _gone_over(loop: ast.AST) -> tuple[str, ...]:
+    """Returns what a loop goes over by name, but for a `range` and what is counted; `?` of what is no name."""
+    if not isinstance(loop, ast.For):
+        return ()
+    over = loop.iter
+    word = over.func.id if isinstance(over, ast.Call) and isinstance(over.func, ast.Name) else ""
+    if word == "range":
+        return ()
+    if word == "enumerate" and isinstance(over, ast.Call) and over.args:
+        over = over.args[0]
+    return (ast.unparse(over) if isinstance(over, ast.Name | ast.Attribute) else "?",)
 
 
 def _walk(
@@ -258,10 +274,13 @@ class _Reader:
 
     def run(self, body: Sequence[ast.stmt], names: _Names | None, depth: int) -> list[Event]:
         found: list[Event] = []
-        for statement in body:
+        for number, statement in enumerate(body, 1):
             found += self._one(statement, names, depth)
             if isinstance(statement, ast.Continue | ast.Break | ast.Return):
                 break
+            # A turn that is left reads nothing either; a function that is left goes back to what reads.
+            if depth and any(isinstance(node, ast.Return) for node in ast.walk(statement)):
+                return [*found, Either(tuple(self.run(body[number:], names, depth)), ())]
         return found
 
     def _one(self, statement: ast.stmt, names: _Names | None, depth: int) -> list[Event]:
@@ -316,9 +335,10 @@ class _Reader:
         targets = self._methods.get(method, ()) if method else self._functions.get(name, ())
         if not targets:
             return []
-        if len(targets) > 1 or depth >= _MAX_DEPTH or not isinstance(targets[0], Function):
+        if len(targets) > 1 or depth >= _MAX_DEPTH or not _is_plain(targets[0]):
             return _reads_of([event for target in targets for event in self._inside(target)])
-        return self.run(targets[0].body, self._passed(call, targets[0], names, is_method=bool(method)), depth + 1)
+        function = cast("Function", targets[0])
+        return self.run(function.body, self._passed(call, function, names, is_method=bool(method)), depth + 1)
 
     def _closures(self, call: ast.Call, names: _Names | None, depth: int) -> list[Event]:
         """Returns the events of a function that `step` is given: it clears, computes, and is followed by the step."""
@@ -373,6 +393,12 @@ def _reads_of(events: Sequence[Event]) -> list[Event]:
     return found
 
 
+def _is_plain(target: ast.AST) -> bool:
+    """Tell whether a call of this runs what it says, and nothing around it."""
+    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(target))
+    return isinstance(target, ast.FunctionDef) and not target.decorator_list and not yields
+
+
 def _leaves(body: Sequence[ast.stmt]) -> bool:
     return any(isinstance(node, ast.Return | ast.Continue | ast.Break) for part in body for node in ast.walk(part))
 
@@ -380,7 +406,8 @@ def _leaves(body: Sequence[ast.stmt]) -> bool:
 def sets_none(statement: ast.stmt, of: ast.expr | None = None) -> ast.expr | None:
     """Returns whose gradients are set to None by loops over `x.parameters()` or `x.param_groups`; None if this is no such loop."""
     if isinstance(statement, ast.For):
-        over = statement.iter.func if isinstance(statement.iter, ast.Call) else statement.iter
+        is_bare = isinstance(statement.iter, ast.Call) and not (statement.iter.args or statement.iter.keywords)
+        over = statement.iter.func if isinstance(statement.iter, ast.Call) and is_bare else statement.iter
         if isinstance(over, ast.Attribute) and over.attr in ("parameters", "param_groups"):
             of = over.value
         return sets_none(statement.body[0], of) if len(statement.body) == 1 else None

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base import private
 from holdfast.base.errors import ConfigError
+from holdfast.base.handler_errors import forgive
 from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.tiers.format.strict_json import parse_loose
 from holdfast.tiers.memory.processes import has_ended, start_time
@@ -56,9 +56,10 @@ def post(place: RuntimePaths, *, root: str, reason: str, durable: str = "") -> N
 
 def withdraw(place: RuntimePaths) -> None:
     """Removes the note, and directories that nothing else is in. Of another user's directory nothing is removed."""
-    with suppress(ConfigError, OSError):  # nothing is there, or a keeper, or another job
+    with forgive(ConfigError, OSError):  # nothing is there, or a keeper, or another job
         private.prove(place.runtime)
-        place.notice.unlink(missing_ok=True)
+        with forgive(FileNotFoundError):
+            place.notice.unlink()
         for directory in (place.directory, place.directory.parent, place.runtime):
             directory.rmdir()
 
@@ -79,7 +80,7 @@ def sweep(place: RuntimePaths) -> None:
 
 def _read(place: RuntimePaths) -> DegradedNotice | None:
     """The note, if whoever wrote it lives."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with forgive(OSError, ValueError, KeyError, TypeError):
         with place.notice.open("rb") as stream:
             said = parse_loose(stream.read(MAX_BYTES))
         if isinstance(said["pid"], int) and not has_ended(said["pid"], said["since"]):

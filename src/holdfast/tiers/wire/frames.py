@@ -355,14 +355,16 @@ class _PlainLink:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             return self._sock.sendmsg([data], ancillary, self._flags(len(data)))
-        except BlockingIOError:
+        except BlockingIOError as error:
+            pass_on(error)
             raise Blocked(select.POLLOUT) from None
 
     def receive(self, num_bytes: int) -> tuple[bytes, list[int], bool]:
         try:
             room = socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD_SIZE)
             data, ancillary, flags, _ = self._sock.recvmsg(num_bytes, room, socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        except BlockingIOError as error:
+            pass_on(error)
             raise Blocked(select.POLLIN) from None
         return data, _descriptors(ancillary), bool(flags & socket.MSG_CTRUNC)
 
@@ -370,7 +372,8 @@ class _PlainLink:
         try:
             flags = self._flags(len(view))
             return self._sock.recv_into(view, 0, flags or socket.MSG_WAITALL)
-        except BlockingIOError:
+        except BlockingIOError as error:
+            pass_on(error)
             raise Blocked(select.POLLIN) from None
 
 
