@@ -196,7 +196,7 @@ class Stage(Parts):
                     self.bytes[rank, version] = (args.get("bytes", "good"), self.layouts[rank].fingerprint)
                     seals = self._seals(rank, version)
                     reports = self._ledger(rank).seal(rank, version, seals, durable="durable" in args)
-                    self._report(self.topology.node_of[rank], Reports(sealed=reports))
+                    self._report(self.topology.node_of[rank], reports)
 
     def do_save(self, args: Args) -> None:
         self.do_begin(args)

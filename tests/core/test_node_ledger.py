@@ -104,10 +104,10 @@ def test_a_version_whose_rank_registers_a_newer_layout_before_its_seal_is_captur
         assert ledgers[rank].begin(rank, Version(1, step), [SlotView(1)]).value == 1
 
     def seal(rank: int, step: int) -> None:
-        sealed = ledgers[rank].seal(rank, Version(1, step), [Seal(f"own{rank}", "0" * 16, 8)], durable=False)
-        for layout in ledgers[rank].outdated_layouts(sealed):
+        reports = ledgers[rank].seal(rank, Version(1, step), [Seal(f"own{rank}", "0" * 16, 8)], durable=False)
+        for layout in reports.layouts:
             board.register(layout)
-        board.sealed(sealed)
+        board.sealed(reports.sealed)
 
     for rank in ranks:
         ledgers[rank].resume(None)

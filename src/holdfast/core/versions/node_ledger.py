@@ -157,16 +157,6 @@ class NodeLedger:
         self._shared[layout.rank] = shared
         self._forget_layouts()
 
-    def outdated_layouts(self, reports: Iterable[RankReport]) -> tuple[RankLayout, ...]:
-        """Return the layouts of these reports that are not their ranks' current ones, each with the current one behind it.
-
-        A coordinator forgets what a rank registered before its current layout, unless it has a report of a version under it.
-        A rank whose values grow registers the next one while its version still waits for its seal.
-        """
-        outdated = [report for report in reports if report.layout != self._current.get(report.rank)]
-        keys = [(of.rank, name) for of in outdated for name in (of.layout, self._current.get(of.rank, ""))]
-        return tuple(self._layouts[key] for key in keys if key in self._layouts)
-
     def compare(self, rank: int, version: Version, spots: bytes) -> str:
         """Compares the spots of what a local rank shares with those that others sent of the same version.
 
@@ -214,16 +204,14 @@ class NodeLedger:
                 local.abandoned, local.reason = True, f"abandoned: rank {rank}: it went on without it"
                 local.abandoned_by[rank] = "it went on without it"
 
-    def adopt(
-        self, rank: int, version: Version, seals: Iterable[Seal], *, layout: str, durable: bool
-    ) -> tuple[RankReport, ...]:
+    def adopt(self, rank: int, version: Version, seals: Iterable[Seal], *, layout: str, durable: bool) -> Reports:
         """A sealed slot of this incarnation that a dead keeper left; feed a rank's slots oldest first.
 
         `layout` is the fingerprint of the one that it was sealed under, by now perhaps not the current one. The
         coordinator may know it from earlier; if nobody does, the version is not called abandoned either.
         """
         if version.incarnation != self.incarnation or rank in self._local(version).layout_of:
-            return ()
+            return Reports()
         self._start(rank, version, layout)
         return self.seal(rank, version, seals, durable=durable)
 
@@ -233,7 +221,7 @@ class NodeLedger:
         self._local(version).layout_of[rank] = layout
         self._forget(besides=version)
 
-    def seal(self, rank: int, version: Version, seals: Iterable[Seal], *, durable: bool) -> tuple[RankReport, ...]:
+    def seal(self, rank: int, version: Version, seals: Iterable[Seal], *, durable: bool) -> Reports:
         """A local rank's slot is sealed. Returns the node's report once all local ranks sealed, else nothing.
 
         An abandoned version is reported too: it tells that the ranks are past what came before it.
@@ -241,9 +229,20 @@ class NodeLedger:
         local = self._local(version)
         local.reports[rank] = RankReport(version, rank, local.layout_of.get(rank, ""), tuple(seals), durable)
         if local.sent or set(local.reports) != set(self.ranks):
-            return ()
+            return Reports()
         local.sent = True
-        return tuple(local.reports[r] for r in self.ranks)
+        sealed = tuple(local.reports[r] for r in self.ranks)
+        return Reports(layouts=self._outdated_layouts(sealed), sealed=sealed)
+
+    def _outdated_layouts(self, reports: tuple[RankReport, ...]) -> tuple[RankLayout, ...]:
+        """The layouts of these reports that are not their ranks' current ones, each with the current one behind it.
+
+        A coordinator forgets what a rank registered before its current layout, unless it has a report of a version under it.
+        A rank whose values grow registers the next one while its version still waits for its seal.
+        """
+        outdated = [report for report in reports if report.layout != self._current.get(report.rank)]
+        keys = [(of.rank, name) for of in outdated for name in (of.layout, self._current.get(of.rank, ""))]
+        return tuple(self._layouts[key] for key in keys if key in self._layouts)
 
     def abandon(self, rank: int, version: Version, reason: str) -> tuple[Version, int, str] | None:
         """A local rank gives the version up. Returns what to tell the coordinator, once per rank."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.base.errors import Fenced, KeeperError, UsageError
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
 from holdfast.core.pipeline.idle_stats import Idle
-from holdfast.core.versions.coordinator_board import OF_WRITING, Announcement, Kind, RankReport
+from holdfast.core.versions.coordinator_board import OF_WRITING, Announcement, Kind
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger, Reports
 from holdfast.core.versions.replication_lag import ReplicationLag
@@ -213,7 +213,8 @@ class NodeState:
             if held.version is not None and held.version.incarnation == ledger.incarnation:
                 seals = _report_seals(held)
                 done = ledger.adopt(held.rank, held.version, seals, layout=held.layout, durable=held.durable)
-                self._report_sealed(done)
+                if done.sealed:
+                    self.callbacks.report(done)
 
     # --- saving
 
@@ -227,14 +228,11 @@ class NodeState:
 
     def _seal(self, held: HeldSlot, version: Version) -> None:
         done = self.need_ledger().seal(held.rank, version, _report_seals(held), durable=held.durable)
-        self._report_sealed(done)
+        if done.sealed:
+            self.callbacks.report(done)
         suspicion = self.need_ledger().suspects().get(version)
         if suspicion is not None and suspicion.bundle:
             self.callbacks.examine(version, suspicion.bundle)
-
-    def _report_sealed(self, done: tuple[RankReport, ...]) -> None:
-        if done:
-            self.callbacks.report(Reports(layouts=self.need_ledger().outdated_layouts(done), sealed=done))
 
     def due(self, rank: int, version: Version) -> None:
         """A local rank asks for storage of a version that it began without."""

@@ -176,8 +176,7 @@ class Job:
         self.observer.seals(version, rank, keeper.node, tuple(digests))
         self.observer.notices(version, self.keepers)
         self.clock.say(f"rank {rank} sealed {version}")
-        reports = keeper.ledger.seal(rank, version, as_seals(digests), durable=held.durable)
-        self.report(keeper, Reports(sealed=reports))
+        self.report(keeper, keeper.ledger.seal(rank, version, as_seals(digests), durable=held.durable))
 
     def _poison(self, digest: str, ref: BundleRef, version: Version, rank: int) -> str:
         nodes = {self.topology.node_of[rank] for rank in ref.ranks}

@@ -201,8 +201,7 @@ class Keeper:
                 version = held.view.version
                 if version is not None and version.incarnation == self.ledger.incarnation:
                     seals = as_seals(held.seals)
-                    reports = self.ledger.adopt(rank, version, seals, layout=layouts[rank], durable=held.durable)
-                    told.append(Reports(sealed=reports))
+                    told.append(self.ledger.adopt(rank, version, seals, layout=layouts[rank], durable=held.durable))
         return told
 
 
