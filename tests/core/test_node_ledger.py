@@ -10,7 +10,7 @@ from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Ve
 from holdfast.core.versions import coordinator_board
 from holdfast.core.versions.coordinator_board import Announcement, Board, CommitOrder, Kind, PartReport, RankReport
 from holdfast.core.versions.lineage import Lineage
-from holdfast.core.versions.node_ledger import NodeLedger
+from holdfast.core.versions.node_ledger import MAX_BEGUN, NodeLedger
 from holdfast.core.versions.slot_guard import SlotView
 
 
@@ -129,5 +129,6 @@ def test_layouts_of_saves_that_find_no_slot_are_bounded() -> None:
         board.register(layout)
         board.sealed(())
         ledger.register(layout)
-    assert ledger.reports().layouts == (layout,)
+    assert ledger.reports().layouts[-1] == layout
+    assert len(ledger.reports().layouts) <= MAX_BEGUN + 1
     assert len(board._layouts) <= 2 * coordinator_board.MAX_VERSIONS

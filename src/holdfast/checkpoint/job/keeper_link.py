@@ -147,6 +147,7 @@ class KeeperLink:
         self.assembly: Assembly | None = None
         self.layout: RankLayout | None = None
         self.shared: tuple[str, ...] = ()  # registered with the layout
+        self.begun: tuple[RankLayout, ...] = ()  # of versions that slots may hold, the newest last
         self.resumed: Origin | None = None
         self._before = _KeeperKnowledge()
         self._unsealed: tuple[Version, ...] = ()  # begun with keepers that died before they were whole
@@ -435,6 +436,9 @@ class KeeperLink:
         """A new keeper gets to know the job and the layout, and gets the slots of the one before."""
         if told.assembly is not None:
             client.assemble(told.assembly, self._encryption)
+        for earlier in self.begun:  # a version whose layout nobody knows would keep its slot for ever
+            if told.layout is not None and earlier != told.layout:
+                client.register(earlier)
         if told.layout is not None:
             client.register(told.layout, told.shared)
         self.hand_over(client)

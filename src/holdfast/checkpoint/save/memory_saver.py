@@ -52,6 +52,7 @@ from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
 from holdfast.checkpoint.save.slot_patience import SlotPatience, Waits
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.late_copy_rules import counts, may_be_late
+from holdfast.core.versions.node_ledger import MAX_BEGUN
 from holdfast.keeper.rpc.client import SAY_S, Begun, KeeperClient, NoSlotYet, Slot
 from holdfast.keeper.rpc.viewer import CALL_TIMEOUT_S
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
@@ -534,6 +535,8 @@ class Saver:
             self._link.heard_nothing(client)
             raise
         self.left_out.found()
+        if structure.layout not in self._link.begun[-1:]:
+            self._link.begun = (*self._link.begun, structure.layout)[-MAX_BEGUN:]
         view = self._view(slot, plan)
         known = stands(view, client, told[-1])
         view.known = {} if anew else known

@@ -409,7 +409,8 @@ class NodeLedger:
 
     def _forget_layouts(self) -> None:
         used = {key for local in self._versions.values() for key in local.layout_of.items()} | self._current.items()
-        if len(self._layouts) > len(used):
+        # Those of slots that a dead keeper left are registered before the slots are adopted.
+        if len(self._layouts) > len(used) + MAX_BEGUN * len(self.ranks):
             self._layouts = {key: layout for key, layout in self._layouts.items() if key in used}
 
     def _is_settled(self, version: Version, local: _Local) -> bool:
