@@ -201,6 +201,7 @@ class KeeperLink:
         """The job came together for a restore. Until that is done, and `resumed` is set, saves are of the incarnation before."""
         self._before = self._saved
         self.assembly, self.layout, self.resumed = assembly, None, None
+        self.begun = ()  # of other ranks, perhaps
 
     @property
     def _saved(self) -> _KeeperKnowledge:
