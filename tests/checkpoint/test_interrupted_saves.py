@@ -29,7 +29,7 @@ MOMENTS = [
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize(("options", "moment"), MOMENTS)
-def test_a_save_that_a_handler_breaks_off_is_given_up_and_made_at_the_end(
+def test_a_save_that_a_handler_breaks_off_is_given_up_and_made_at_the_end(  # noqa: PLR0913, PLR0917
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],

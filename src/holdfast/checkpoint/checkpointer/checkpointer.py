@@ -917,10 +917,10 @@ class Checkpointer:
         durable = level is Level.DURABLE
         nested, newest = self._saving == threading.get_ident(), run.last
         last = newest if not nested and newest is not None and newest.version.step == step else None
-        is_alone = run.saver.memory is None and run.job.group.world_size == 1
+        alone = run.saver.memory is None and run.job.group.world_size == 1
         if last is not None and last.given_up and not run.changed:
-            comes_back = is_alone or run.link.unannounced.take_back(last.version)
-            last = None if comes_back else last  # nobody else was told of it
+            if alone or run.link.unannounced.take_back(last.version):
+                last = None  # nobody else was told of it
         if last is not None:
             return self._raise_level(run, last, level, also_to)
         handle = SaveHandle(
