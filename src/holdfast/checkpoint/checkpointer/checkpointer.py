@@ -57,7 +57,7 @@ from holdfast.checkpoint.pipeline.step_trace import Recorder
 from holdfast.checkpoint.restore.restorer import Restorer, RestoreReport
 from holdfast.checkpoint.save.durable_tracker import JOIN_TIMEOUT_S, DurableTracker, OnDurable
 from holdfast.checkpoint.save.extra_places import ExtraPlaces
-from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle, as_level, as_seconds, as_version, never
+from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_seconds, as_version, never
 from holdfast.checkpoint.save.save_schedule import Schedule, parse_cadence
 from holdfast.checkpoint.save.slot_patience import Waits
 from holdfast.checkpoint.state.dataloader import is_plain
@@ -476,9 +476,7 @@ class Checkpointer:
                 # Else what lived was noted when it was reported. By now the next backward pass may be under way, also in another thread.
                 run.state.gradients.note()
             run.at(step)
-            last = run.last
-            is_saved = last is not None and last.version.step == step and not last.given_up
-            with run.state.info.beside(info, saved=is_saved):
+            with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
                 return self._save(run, step, wanted, places, why=why)
 
     @heartbeat.phase(Phase.SAVING)
@@ -917,10 +915,8 @@ class Checkpointer:
         durable = level is Level.DURABLE
         nested, newest = self._saving == threading.get_ident(), run.last
         last = newest if not nested and newest is not None and newest.version.step == step else None
-        alone = run.saver.memory is None and run.job.group.world_size == 1
-        if last is not None and last.given_up and not run.changed:
-            if alone or run.link.unannounced.take_back(last.version):
-                last = None  # nobody else was told of it
+        if last is not None and last.given_up and not run.changed and run.link.unannounced.take_back(last.version):
+            last = None  # it found no slot, and nobody was told
         if last is not None:
             return self._raise_level(run, last, level, also_to)
         handle = SaveHandle(
@@ -948,10 +944,6 @@ class Checkpointer:
                 run.saves(handle)
             if is_first:
                 run.saver.save(handle, durable=durable, why=why)
-        except BaseException:
-            if run.last is handle:
-                self._end_save(run, handle, INTERRUPTED)
-            raise
         finally:
             self._saving = before
         if not is_first:
@@ -1014,21 +1006,13 @@ class Checkpointer:
     def _break_off(self, run: Run) -> str:
         """Gives up the save that this thread is in the middle of, which cannot go on while a signal's handler closes. Returns why."""
         last = run.last
-        if self._saving != threading.get_ident() or last is None:
+        if self._saving != threading.get_ident() or last is None or last.reached is not Level.NONE:
             return ""
-        self._end_save(run, last, "close was called in the middle of its save, by the same thread")
+        why = "close was called in the middle of its save, by the same thread"
+        if run.saver.memory is not None:
+            run.saver.memory.give_up(last, why)
+        last.give_up(why)
         return last.given_up
-
-    @staticmethod
-    def _end_save(run: Run, handle: SaveHandle, why: str) -> None:
-        """Gives up a save that does not go on, unless it has come to a level, or was given up: nobody would ever hear of it."""
-        if handle.given_up or handle.reached is not Level.NONE:
-            return
-        try:
-            if run.saver.memory is not None:
-                run.saver.memory.give_up(handle, why)
-        finally:  # one more signal may come
-            handle.give_up(why)
 
     def _closing(self, run: Run) -> Closing:
         return Closing(

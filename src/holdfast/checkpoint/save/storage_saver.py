@@ -32,7 +32,7 @@ from holdfast.base.errors import (
     StorageFull,
 )
 from holdfast.base.events import Events
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.handler_errors import of_a_handler, pass_on
 from holdfast.checkpoint.capture.copy_plan import PlacedImage, Plan, Structure
 from holdfast.checkpoint.capture.optimizer_fence import Fence
 from holdfast.checkpoint.capture.twin_comparison import Shared
@@ -43,7 +43,7 @@ from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.liveness import open_checkpointers
-from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
 from holdfast.checkpoint.save.slot_patience import Waits
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout import bundles as bundle_layout
@@ -169,7 +169,9 @@ class DirectSaver:
             self._save(handle.version)
             handle.committed()
         except Exception as error:  # noqa: BLE001 - see there
-            pass_on(error)
+            if of_a_handler(error) is not None:
+                handle.give_up(INTERRUPTED)
+                pass_on(error)
             self._failed(handle, error)
         seconds = time.perf_counter() - started
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
