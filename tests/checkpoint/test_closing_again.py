@@ -169,7 +169,7 @@ def test_who_saves_behind_a_restore_that_failed_hears_that_it_did(make: Make, mo
     assert checkpointer.save(0).given_up == ""
 
 
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # with what was being made
+@pytest.mark.filterwarnings("ignore:unclosed (<socket|file):ResourceWarning")  # with what was being made
 @pytest.mark.parametrize("every", [1499, pytest.param(101, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"memory_budget": "1KB"}], ids=["memory", "storage"])
 def test_a_first_restore_that_a_handler_breaks_off_leaves_nothing_and_the_next_one_is_whole(

@@ -65,7 +65,8 @@ def test_no_share_is_a_tenth_above_the_mean_and_a_slice(slices: list[Shard], cop
     found = shares(dict(share_table(slices, copies)), num_ranks)
     mean = sum(found) / num_ranks
     largest = max(piece.num_bytes for piece in slices)
-    assert max(found) <= max(1.1 * mean, mean + largest)
+    # Two slices: seven of one size for eight ranks, each of which only some may hold, have been seen to give one rank two.
+    assert max(found) <= max(1.1 * mean, mean + largest, 2 * largest)
 
 
 @CASES

@@ -158,7 +158,7 @@ class Job:
         durable = every > 0 and version.step % every == 0
         node = self.topology.node_of[rank]
         world, reports = self.ask(world, node, "seal", rank, version, _seals(rank, version), durable=durable)
-        return self._report(world, node, Reports(sealed=reports))
+        return self._report(world, node, reports)
 
     def fail(self, world: World, rank: int) -> World:
         """Give up what the rank was writing."""
