@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,6 +151,32 @@ def find_outside(tree: ast.Module, loops: Sequence[ast.For], others: Sequence[as
         f"count steps, or take an argument, instead",
         files,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a call is given.
+
+    Attributes:
+        places: by its place.
+        words: by its name; `**` is the name of a dict of such.
+    """
+
+    places: Sequence[Value] = ()
+    words: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def functions(self) -> Sources:
+        """Return what functions among it ask."""
+        return NONE.union(*(functions_in(value) for value in (*self.places, *self.words.values())))
+
+    @property
+    def unnamed(self) -> Sources:
+        """Return what is told by that which has no name here."""
+        return NONE.union(*(plain(value) for value in (*self.places, self.words.get("**", {}))))
+
+
+_NOTHING_GIVEN = _Given()
 
 
 @dataclass(slots=True)
@@ -795,7 +821,7 @@ class _Flow:
                 held, functions = index | plain(mine), functions_in(mine)
                 return {part: each for part, each in (("", held), ("()", functions)) if each}
         if isinstance(node, ast.Attribute) and node.attr in self._properties:
-            return self._methods_called(node, [], {}, frame)
+            return self._methods_called(node, _NOTHING_GIVEN, frame)
         path = path_of(node)
         if path:
             return merged(self._value_of(path, frame), self._reference(node, frame))
@@ -819,7 +845,7 @@ class _Flow:
         elif last_name(node) in self._leads:
             return {}
         elif isinstance(node, ast.Attribute) and node.attr in self._methods:
-            held = everything(self._methods_called(node, [], {}, apart))
+            held = everything(self._methods_called(node, _NOTHING_GIVEN, apart))
         elif last_name(node) in self._functions and (isinstance(node, ast.Name) or _may_be_own(whole)):
             held = NONE.union(
                 *(everything(self._call(each, {}, apart)[0]) for each in self._functions[last_name(node)])
@@ -832,10 +858,11 @@ class _Flow:
     def _called(self, node: ast.Call, frame: _Frame, *, alone: bool) -> Value:
         name = last_name(node.func)
         whole = self._whole(node.func)
-        given = [self._eval(each.value if isinstance(each, ast.Starred) else each, frame) for each in node.args]
-        words = {word.arg or "**": self._eval(word.value, frame) for word in node.keywords}
-        functions = NONE.union(*(functions_in(value) for value in (*given, *words.values())))
-        passed = functions.union(*(plain(value) for value in (*given, *words.values())))
+        given = _Given(
+            [self._eval(each.value if isinstance(each, ast.Starred) else each, frame) for each in node.args],
+            {word.arg or "**": self._eval(word.value, frame) for word in node.keywords},
+        )
+        passed = given.functions.union(*(plain(value) for value in (*given.places, *given.words.values())))
         if name in _SUMS and isinstance(node.func, ast.Name):
             for each in node.args:  # whatever lies under any name
                 if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == "values":
@@ -846,7 +873,7 @@ class _Flow:
         for target, value in stores(node):
             self._assign(target, merged(self._value_of(path_of(target), frame), self._eval(value, frame)), frame)
         if name == "update" and isinstance(node.func, ast.Attribute):
-            self._sink(self._rates_set(node, given, words, frame), node)
+            self._sink(self._rates_set(node, given, frame), node)
         if whole in _TOLD or (whole in (*_UNSEEDED, "random.seed", "torch.seed") and not node.args):
             return self._asked(node, node)
         if whole in _OF_FILES or (
@@ -856,21 +883,12 @@ class _Flow:
         if "RESTART_COUNT" in "".join(ast.unparse(each) for each in node.args[:1] if isinstance(each, ast.Constant)):
             return self._asked(node, node)
         if name in _KEYED:
-            return functools.reduce(merged, given, _keyed(_KEYED[name], words))
+            return functools.reduce(merged, given.places, _keyed(_KEYED[name], given.words))
         if name in _QUIET and isinstance(node.func, ast.Name):
             return {}
-        return self._returned(node, given, words, passed, frame, alone=alone)
+        return self._returned(node, given, passed, frame, alone=alone)
 
-    def _returned(
-        self,
-        node: ast.Call,
-        given: Sequence[Value],
-        words: dict[str, Value],
-        passed: Sources,
-        frame: _Frame,
-        *,
-        alone: bool,
-    ) -> Value:
+    def _returned(self, node: ast.Call, given: _Given, passed: Sources, frame: _Frame, *, alone: bool) -> Value:
         """Returns what comes of a call: by what its name was given, by a function, a class or methods of the script, or by another."""
         name, whole = last_name(node.func), self._whole(node.func)
         if isinstance(node.func, ast.Name | ast.Attribute):
@@ -881,18 +899,18 @@ class _Flow:
         found: Value = {"": own} if own else {}
         if name in self._functions and (isinstance(node.func, ast.Name) or _may_be_own(whole)):
             for function in self._functions[name]:
-                bound = self._bound(function, given, words, own=False)
+                bound = self._bound(function, given, own=False)
                 value, names = self._call(function, bound, frame)
                 self._stored_on(function, bound, names, node, frame, own=False)
                 found = merged(found, value)
             return found
         if name in self._classes and (isinstance(node.func, ast.Name) or _may_be_own(whole)):
-            return merged(found, self._new(self._classes[name], given, words, passed, frame))
-        found = merged(found, self._special(node.func, ("__call__",), frame, given, words, node))
+            return merged(found, self._new(self._classes[name], given, passed, frame))
+        found = merged(found, self._special(node.func, ("__call__",), frame, given, node))
         if isinstance(node.func, ast.Attribute) and node.func.attr in self._methods:
-            found = merged(found, self._methods_called(node.func, given, words, frame, node))
-            return merged(found, self._passes(node, given, words, passed, frame, alone=alone, known=True))
-        return merged(found, self._passes(node, given, words, passed, frame, alone=alone, known=False))
+            found = merged(found, self._methods_called(node.func, given, frame, node))
+            return merged(found, self._passes(node, given, passed, frame, alone=alone, known=True))
+        return merged(found, self._passes(node, given, passed, frame, alone=alone, known=False))
 
     def _of_class(self, kind: ast.ClassDef | None, names: Sequence[str]) -> list[Function]:
         """Returns the methods of these names that a class of the script has, or one that it is made from."""
@@ -902,15 +920,13 @@ class _Flow:
         bases = [self._classes.get(last_name(base)) for base in kind.bases]
         return found or [part for base in bases if base is not kind for part in self._of_class(base, names)]
 
-    def _new(
-        self, kind: ast.ClassDef, given: Sequence[Value], words: dict[str, Value], passed: Sources, frame: _Frame
-    ) -> Value:
+    def _new(self, kind: ast.ClassDef, given: _Given, passed: Sources, frame: _Frame) -> Value:
         """Returns what an object of a class holds that is made."""
-        found: Value = {f".{word}{part}": held for word, value in words.items() for part, held in value.items()}
+        found: Value = {f".{word}{part}": held for word, value in given.words.items() for part, held in value.items()}
         inits = self._of_class(kind, ("__init__",))
         if not inits:
             return merged(found, {"": passed} if passed else {})
-        names = self._call(inits[0], self._bound(inits[0], given, words, own=True), frame)[1]
+        names = self._call(inits[0], self._bound(inits[0], given, own=True), frame)[1]
         first = inits[0].args.args[0].arg if inits[0].args.args else ""
         found = {held[len(first) :]: sources for held, sources in names.items() if is_part(held, first)}
         handed = (node for node in ast.walk(inits[0]) if isinstance(node, ast.Call) and (node.args or node.keywords))
@@ -923,15 +939,14 @@ class _Flow:
         of: ast.expr,
         names: Sequence[str],
         frame: _Frame,
-        given: Sequence[Value] = (),
-        words: dict[str, Value] | None = None,
+        given: _Given = _NOTHING_GIVEN,
         call: ast.Call | None = None,
     ) -> Value:
         """Returns what methods return that Python calls by itself, of an object that is made here, or that a name was given."""
         made = last_name(of.func) if isinstance(of, ast.Call) else self._made.get(last_name(of), "")
         mine, found = self._value_of(path_of(of), frame), Value()
         for method in self._of_class(self._classes.get(made), names):
-            bound = self._bound(method, given, words or {}, own=True)
+            bound = self._bound(method, given, own=True)
             if method.args.args:
                 bound[method.args.args[0].arg] = {part: held for part, held in mine.items() if part}
             value, held = self._call(method, bound, frame)
@@ -940,19 +955,11 @@ class _Flow:
         return found
 
     def _passes(
-        self,
-        node: ast.Call,
-        given: Sequence[Value],
-        words: dict[str, Value],
-        passed: Sources,
-        frame: _Frame,
-        *,
-        alone: bool,
-        known: bool,
+        self, node: ast.Call, given: _Given, passed: Sources, frame: _Frame, *, alone: bool, known: bool
     ) -> Value:
         """Returns what a function that nobody knows makes of what it is given; its object keeps that, if nothing takes it."""
         held, name = passed, last_name(node.func)
-        functions = NONE.union(*(functions_in(value) for value in (*given, *words.values())))
+        functions = given.functions
         if isinstance(node.func, ast.Attribute):
             path = path_of(node.func.value)
             mine = self._eval(node.func.value, frame)
@@ -966,9 +973,9 @@ class _Flow:
                 )
             keyed: Value = {}
             if name == "update":  # each lies under its name
-                rows = [_keyed(form, words) for form in ("[{!r}]", ".{}")]
-                keyed = functools.reduce(merged, (*given, *rows), keyed)
-                passed = NONE.union(*(plain(value) for value in (*given, words.get("**", {}))))
+                rows = [_keyed(form, given.words) for form in ("[{!r}]", ".{}")]
+                keyed = functools.reduce(merged, (*given.places, *rows), keyed)
+                passed = given.unnamed
             kept = passed | (frame.control if alone and name in _TELLS else NONE)
             if alone and (kept or keyed) and path and root(path) not in self._imports and not known and path != "self":
                 self._set(path, {**keyed, "": kept, **({"()": functions} if functions else {})}, frame, weak=True)
@@ -1017,23 +1024,22 @@ class _Flow:
         if frame.trains or any(id(loop) in self._training for loop in frame.loops):
             self._sink(without_files(frame.control), node)
 
-    def _rates_set(self, node: ast.Call, given: Sequence[Value], words: dict[str, Value], frame: _Frame) -> Sources:
+    def _rates_set(self, node: ast.Call, given: _Given, frame: _Frame) -> Sources:
         """Returns where the hyperparameters come from that an `update` sets: those of its text, and of a group whatever it is given."""
         assert isinstance(node.func, ast.Attribute)
         path = path_of(node.func.value)
-        own = NONE.union(*(everything(words[name]) for name in _RATES & words.keys()))
+        own = NONE.union(*(everything(given.words[name]) for name in _RATES & given.words.keys()))
         own |= NONE.union(
-            *(everything(part_of(value, f"[{name!r}]")) for value in given for name in _RATES if "" not in value)
+            *(everything(part_of(value, f"[{name!r}]")) for value in given.places for name in _RATES if "" not in value)
         )
         if "group" in path or root(path) in frame.rates:
-            own |= NONE.union(*(plain(value) for value in (*given, words.get("**", {}))))
+            own |= given.unnamed
         return own
 
     def _methods_called(
         self,
         func: ast.Attribute,
-        given: Sequence[Value],
-        words: dict[str, Value],
+        given: _Given,
         frame: _Frame,
         call: ast.Call | None = None,
     ) -> Value:
@@ -1043,7 +1049,7 @@ class _Flow:
         found: Value = {}
         for method in self._methods[func.attr]:
             own = not _is_static(method)
-            bound = self._bound(method, given, words, own=own)
+            bound = self._bound(method, given, own=own)
             first = method.args.args[0].arg if own and isinstance(method, Function) and method.args.args else ""
             if first:
                 bound[first] = {part: held for part, held in mine.items() if part}
@@ -1090,14 +1096,12 @@ class _Flow:
             elif held.startswith(f"{name}.") and (word := root(held[len(name) + 1 :])):
                 self._attributes[word] = merged(self._attributes.get(word, {}), {"": new})
 
-    def _bound(
-        self, function: ast.AST, given: Sequence[Value], words: dict[str, Value], *, own: bool
-    ) -> dict[str, Value]:
+    def _bound(self, function: ast.AST, given: _Given, *, own: bool) -> dict[str, Value]:
         """Returns what each parameter of a function is given."""
         assert isinstance(function, Function | ast.Lambda)
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
         bound: dict[str, Value] = {}
-        for place, value in enumerate(given):
+        for place, value in enumerate(given.places):
             at = place + own
             if at < len(names):
                 bound[names[at]] = value
@@ -1105,7 +1109,7 @@ class _Flow:
                 bound[function.args.vararg.arg] = merged(
                     bound.get(function.args.vararg.arg, {}), {"": everything(value)}
                 )
-        for name, value in words.items():
+        for name, value in given.words.items():
             if name in names or any(name == each.arg for each in function.args.kwonlyargs):
                 bound[name] = value
             elif function.args.kwarg is not None and value:
@@ -1182,7 +1186,7 @@ def _before(scope: ast.AST, loop: ast.AST) -> Iterator[tuple[ast.stmt, bool]]:
                 yield statement, False
 
 
-def _keyed(form: str, words: dict[str, Value]) -> Value:
+def _keyed(form: str, words: Mapping[str, Value]) -> Value:
     """Returns what an object holds that is made of names."""
     rows = ((form.format(word) if word != "**" else "", value) for word, value in words.items())
     return {at + part: held for at, value in rows for part, held in value.items()}
