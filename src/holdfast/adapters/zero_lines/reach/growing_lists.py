@@ -13,6 +13,7 @@ earlier version has is that one: so a list that grows is copied once, and hashed
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import xxhash
 
-from holdfast.adapters.zero_lines.reach.held_arrays import filled, is_held
+from holdfast.adapters.zero_lines.reach.held_arrays import filled, is_held, item_bytes, remade
 from holdfast.adapters.zero_lines.reach.plain_values import MAX_DEPTH, MAX_ELEMENTS, is_plain
 from holdfast.checkpoint.entries.carried_tensors import MAX_BYTES
 
@@ -166,24 +167,9 @@ class _Maker:
     def _next(self, what: str, dtype: str, shape: Sequence[int]) -> Any:
         name, there = f"{what} {dtype}", self._same.get(self._number)
         self._number += 1
-        size = 1
-        for length in shape:
-            size *= length
-        if what == "tensor":
-            kind = getattr(torch, dtype)
-            num_bytes = size * kind.itemsize
-        else:
-            import numpy  # noqa: ICN001, PLC0415 - only a process that has such arrays has stored one
-
-            kind = numpy.dtype(dtype)
-            num_bytes = size * kind.itemsize
-        data = bytearray(self._flat[name][self._at[name] : self._at[name] + num_bytes])
-        self._at[name] += num_bytes
-        if what == "tensor":
-            # Of its own memory, as torch allocates it.
-            one = torch.frombuffer(data, dtype=kind).clone() if data else torch.empty(0, dtype=kind, device="cpu")
-            return filled(there, one.reshape(shape))
-        return filled(there, numpy.frombuffer(data, dtype=kind).reshape(shape).copy())  # it owns its data
+        end = self._at[name] + math.prod(shape) * item_bytes(what, dtype)
+        data, self._at[name] = self._flat[name][self._at[name] : end], end
+        return filled(there, remade(what, dtype, shape, data))
 
 
 def _tree(value: Any, parts: list[Any], depth: int) -> list[Any]:

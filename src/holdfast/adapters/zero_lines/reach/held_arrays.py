@@ -11,7 +11,7 @@ have no graph, and whose layout in memory can be made again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def brought(value: Any, there: Any = None) -> Any:
     """
     if type(value) is not dict or _KEY not in value:
         return value
-    made = _made(value)
+    made = remade(value[_KEY], value["dtype"], value["shape"], value["data"])
     return filled(there, made) if value.get(_SAME) else made
 
 
@@ -90,19 +90,24 @@ def filled(there: Any, made: Any) -> Any:
     return there
 
 
-def _made(value: dict[str, Any]) -> Any:
-    if value[_KEY] == "tensor":
-        dtype = getattr(torch, value["dtype"])
-        flat = (
-            torch.frombuffer(bytearray(value["data"]), dtype=dtype)
-            if value["data"]
-            else torch.empty(0, dtype=dtype, device="cpu")
-        )
-        return flat.clone().reshape(value["shape"])
+def item_bytes(what: str, dtype: str) -> int:
+    """Returns the bytes of one number in a `tensor`, or an `array`, of this kind."""
+    if what == "tensor":
+        return int(getattr(torch, dtype).itemsize)
     import numpy  # noqa: ICN001, PLC0415 - only a process that has such arrays has stored one
 
-    array = numpy.frombuffer(value["data"], dtype=value["dtype"])
-    return array.reshape(value["shape"]).copy()  # it owns its data
+    return numpy.dtype(dtype).itemsize
+
+
+def remade(what: str, dtype: str, shape: Sequence[int], data: bytes) -> Any:
+    """Returns a `tensor`, or an `array`, of these bytes. It owns its memory, as what was stored did."""
+    if what == "tensor":
+        kind = getattr(torch, dtype)
+        flat = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
+        return flat.clone().reshape(shape)
+    import numpy  # noqa: ICN001, PLC0415 - only a process that has such arrays has stored one
+
+    return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 
 def span(value: Any) -> Span:
