@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from holdfast.checkpoint.checkpointer.turn_gradients import TurnGradients, meant
+from holdfast.checkpoint.checkpointer.turn_gradients import TurnGradients, meant_in
 from holdfast.checkpoint.entries import carried_tensors
 from holdfast.checkpoint.entries.gradients_part import GradientsPart
 from holdfast.checkpoint.usage.cleared_gradients import judged, turn_at
@@ -113,7 +113,7 @@ def judge(source: str) -> tuple[str, str]:
     lines = source.splitlines()
     turn = turn_at(source, next(at for at, line in enumerate(lines, 1) if REPORT in line))
     assert turn is not None
-    found = judged(turn, lambda path: meant(path, names, turn), frozenset({id(a), id(b)}))
+    found = judged(turn, lambda path: meant_in(turn, path, names), frozenset({id(a), id(b)}))
     words = {id(a): "a", id(b): "b"}
     cleared, read = ("".join(sorted(words[key] for key in part)) for part in found)
     return cleared, read

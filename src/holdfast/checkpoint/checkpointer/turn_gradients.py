@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from types import CodeType, FrameType
 from typing import Any
-
-from torch import nn
 
 from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.cleared_gradients import Turn, judged, turn_at
+from holdfast.checkpoint.usage.loop_snapshot import meant
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class TurnGradients:
                 self._turns[place] = turn_at(user_frames.text(users), users.f_lineno) if _is_text_of(users) else None
             if (turn := self._turns.get(place)) is None or not (names := user_frames.names(users)):
                 return _NOTHING
-            things = {path: meant(path, names, turn) for path in turn.paths}
+            things = {path: meant_in(turn, path, names) for path in turn.paths}
             ids = [*map(id, things.values())]
             known = self._known.get(place)
             if known is None or known[0] != parameters or known[1] != ids:
@@ -82,13 +81,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(part)
 
 
-def meant(path: str, names: Any, turn: Turn) -> Any:
+def meant_in(turn: Turn, path: str, names: Mapping[str, Any]) -> Any:
     """Returns what a path means; None if nobody knows, or if a turn sets it."""
     name, *attributes = path.split(".")
-    if name in turn.sets or any(f".{attribute}" in turn.sets for attribute in attributes):
-        return None
-    thing = names.get(name)
-    for attribute in attributes:
-        held = getattr(thing, "__dict__", {})
-        thing = held.get(attribute, held.get("_modules", {}).get(attribute) if isinstance(thing, nn.Module) else None)
-    return thing
+    is_set = name in turn.sets or any(f".{attribute}" in turn.sets for attribute in attributes)
+    return None if is_set else meant(path, names)

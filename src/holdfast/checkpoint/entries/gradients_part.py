@@ -197,15 +197,8 @@ class GradientsPart(TransientPart):
             self._is_unread = True
             return
         self._unreduced = any(map(living_gradients.has_unreduced, self._units))
-        if quick and all_stepped:
-            others = _there(self._others[:: -(-len(self._others) // SAMPLE) or 1])
-            stay = (self._stays.get(key, 0) > 0 and p.grad is not None for key, p in sample.items())
-            if (
-                not any(map(self._lives, sample, sample.values()))
-                and all(p.grad is None for p in others)
-                and not any(stay)
-            ):
-                return
+        if quick and all_stepped and self._is_used_up(sample):
+            return
         zero: list[str] = []
         absent: list[str] = []
         held = any(map(fsdp1.units_of, self._modules()))  # it loses what is put back, zeros too: that is told
@@ -238,6 +231,14 @@ class GradientsPart(TransientPart):
         if zero and not held:
             self._zero = (True, absent) if len(absent) < len(zero) else (False, zero)
         self._plain = self._plain + 1 if all_stepped and not self._living and not self._zero else 0
+
+    def _is_used_up(self, sample: Mapping[int, torch.Tensor]) -> bool:
+        """Tell whether nothing of a sample lives or stays, nor of one of those that no optimizer steps."""
+        others = _there(self._others[:: -(-len(self._others) // SAMPLE) or 1])
+        stay = (self._stays.get(key, 0) > 0 and p.grad is not None for key, p in sample.items())
+        return (
+            not any(map(self._lives, sample, sample.values())) and all(p.grad is None for p in others) and not any(stay)
+        )
 
     def _take(self, read: Collection[int], parameters: Mapping[int, torch.Tensor]) -> None:
         """Counts gradients as living that were used, and that the next turn may read, if all of them can be carried."""

@@ -99,6 +99,7 @@ class Turn:
         sets: names that these loops may set, and attributes, each with a dot before it.
         keeps: whether the next turn begins behind the report.
         over: what the loops go over.
+        paths: all of them.
     """
 
     events: tuple[Event, ...]
@@ -106,11 +107,7 @@ class Turn:
     sets: frozenset[str]
     keeps: bool
     over: tuple[str, ...]
-
-    @property
-    def paths(self) -> frozenset[str]:
-        """Return all paths of its events."""
-        return frozenset(path for event in (*self.events, *self.around) for path in _paths(event)) | {*self.over}
+    paths: frozenset[str]
 
 
 def turn_at(source: str, line: int) -> Turn | None:
@@ -132,12 +129,15 @@ def turn_at(source: str, line: int) -> Turn | None:
         for statement in loop.body
         if all(node is not inner for node in ast.walk(statement))
     ]
+    events, around = tuple(reader.run(loops[-1].body, None, 0)), tuple(reader.run(besides, None, 0))
+    over = tuple(path for loop in loops for path in _gone_over(loop))
     return Turn(
-        tuple(reader.run(loops[-1].body, None, 0)),
-        tuple(reader.run(besides, None, 0)),
+        events,
+        around,
         frozenset(stored([loops[0]]) | _set_elsewhere(tree, loops[0])),
         _is_last(loops, report),
-        tuple(path for loop in loops for path in _gone_over(loop)),
+        over,
+        frozenset(path for event in (*events, *around) for path in _paths(event)) | {*over},
     )
 
 
@@ -406,8 +406,9 @@ def _leaves(body: Sequence[ast.stmt]) -> bool:
 def sets_none(statement: ast.stmt, of: ast.expr | None = None) -> ast.expr | None:
     """Returns whose gradients are set to None by loops over `x.parameters()` or `x.param_groups`; None if this is no such loop."""
     if isinstance(statement, ast.For):
-        is_bare = isinstance(statement.iter, ast.Call) and not (statement.iter.args or statement.iter.keywords)
-        over = statement.iter.func if isinstance(statement.iter, ast.Call) and is_bare else statement.iter
+        over = statement.iter
+        if isinstance(over, ast.Call) and not (over.args or over.keywords):
+            over = over.func
         if isinstance(over, ast.Attribute) and over.attr in ("parameters", "param_groups"):
             of = over.value
         return sets_none(statement.body[0], of) if len(statement.body) == 1 else None

@@ -132,13 +132,13 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
 def _of_turns(found: Around, names: Mapping[str, Any], given: Given) -> Iterator[Finding]:
     """Yields what a restart does not do again, as it goes on with the next turn of the loop."""
     for path, (line, is_passed) in found.late.items():
-        value = _at(path, names)
+        value = meant(path, names)
         if is_passed or (given.has(value) and isinstance(value, Optimizer | LRScheduler | GradScaler | nn.Module)):
             text = f"is changed in line {line}, behind step(), and a restart does not do that again: call step() last in the loop"
             yield Finding(path, text, True)
     for path, line in found.placed.items():
-        value = _at(path, names)
-        if _is_data(_at(path.rpartition(".")[0], names)) and (kind := kind_of(value)):
+        value = meant(path, names)
+        if _is_data(meant(path.rpartition(".")[0], names)) and (kind := kind_of(value)):
             yield _carried(
                 path, value, f"{kind} that the data of a loader hands out in the next turn, set in line {line}"
             )
@@ -147,7 +147,7 @@ def _of_turns(found: Around, names: Mapping[str, Any], given: Given) -> Iterator
         yield Finding("requires_grad", text, True)
 
 
-def _at(path: str, names: Mapping[str, Any]) -> Any:
+def meant(path: str, names: Mapping[str, Any]) -> Any:
     """Returns what a path means; None if it cannot be told."""
     root, *rest = path.split(".")
     value = names.get(root)
@@ -263,8 +263,8 @@ def _is_passed(path: str, name: str, item: object, found: Around, names: Mapping
     written = f"{path}.{name}"
     return f".{name.rpartition('.')[2]}" in found.passed or any(
         f"{written}.".startswith((f"{each}.", f"{each}["))
-        or _at(each, names) is item
-        or (each.endswith(f".{name}") and _at(each.removesuffix(f".{name}"), names) is item)
+        or meant(each, names) is item
+        or (each.endswith(f".{name}") and meant(each.removesuffix(f".{name}"), names) is item)
         for each in found.passed
     )
 

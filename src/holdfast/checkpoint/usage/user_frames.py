@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import linecache
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from holdfast.base.installed import is_installed
@@ -55,7 +56,11 @@ def is_users_file(file: str) -> bool:
 
 def text(frame: FrameType) -> str:
     """Returns the text of the file of a frame."""
-    return "".join(linecache.getlines(frame.f_code.co_filename))
+    return _text_of(frame.f_code.co_filename)
+
+
+def _text_of(file: str) -> str:
+    return "".join(linecache.getlines(file))
 
 
 def names(frame: FrameType) -> Mapping[str, Any]:
@@ -81,7 +86,13 @@ def keeps_names(frame: FrameType) -> int:
     code = frame.f_code
     if not (IS_SHARED and code.co_flags & inspect.CO_OPTIMIZED):
         return 0
-    source, own_words = text(frame), _SCOPES & {*code.co_names}
+    return _keeps_names(code, code.co_filename)
+
+
+@functools.lru_cache(maxsize=64)
+def _keeps_names(code: CodeType, file: str) -> int:
+    """Looks once at a function of a file; another file may have the same code."""
+    source, own_words = _text_of(file), _SCOPES & {*code.co_names}
     if not own_words and not any(word in source for word in _OF_FRAMES):
         return 0
     try:

@@ -68,6 +68,7 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.usage import user_frames
 from holdfast.checkpoint.usage.cleared_gradients import proven
+from holdfast.checkpoint.usage.loop_snapshot import meant
 from holdfast.checkpoint.usage.replay_check import SelfCheck, why_not
 from holdfast.checkpoint.usage.user_frames import own
 
@@ -785,12 +786,7 @@ def _first_difference(saved: dict[str, str], now: dict[str, str]) -> str:
 
 def _resolved(names: dict[str, Any], site: Site, path: str) -> Any:
     """Returns what a path means where a loop stands; None if nobody knows, or if the loop sets it."""
-    name, *attributes = path.split(".")
-    thing = None if name in site.sets else names.get(name)
-    for attribute in attributes:
-        held = getattr(thing, "__dict__", {})
-        thing = held.get(attribute, held.get("_modules", {}).get(attribute))
-    return thing
+    return None if path.partition(".")[0] in site.sets else meant(path, names)
 
 
 def _stepped(found: Kept) -> list[torch.Tensor]:
