@@ -155,7 +155,7 @@ def find_outside(tree: ast.Module, loops: Sequence[ast.For], others: Sequence[as
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a call is given.
+    """The values that a call is given.
 
     Attributes:
         places: by its place.
