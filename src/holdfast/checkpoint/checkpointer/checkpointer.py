@@ -944,6 +944,10 @@ class Checkpointer:
                 run.saves(handle)
             if is_first:
                 run.saver.save(handle, durable=durable, why=why)
+        except BaseException:
+            if run.last is handle:
+                run.saver.broken_off(handle)
+            raise
         finally:
             self._saving = before
         if not is_first:

@@ -324,7 +324,7 @@ class StorageFallback:
             self._state, self._link, self._job, self._storage, reason=reason, config=self._config, events=self._events
         ).begin_together()
         self._withdraw(run, saver)
-        direct.keeps_link = True
+        direct.keeps_link, direct.may_stand = True, run.last.version if run.last is not None else None
         direct.restart(self._link.resumed.version if self._link.resumed is not None else None)
         self._memory = saver, run.schedule
         run.saver, run.last, run.optimizer_steps = direct, None, direct.fence.num_steps

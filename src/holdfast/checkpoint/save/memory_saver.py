@@ -127,6 +127,7 @@ class Saver:
         topology: who runs where.
 
     Attributes:
+        begun: the newest save that came here.
         left_out: saves that found no slot in time.
     """
 
@@ -157,6 +158,7 @@ class Saver:
         self._slots_until_s = 0.0
         self._patience = SlotPatience(config.begin_timeout_s, config.close_timeout_s)
         self._patience_s = config.begin_timeout_s  # of the save that runs
+        self.begun: SaveHandle | None = None
         self.left_out = LeftOutSaves()
         self._reasons = RepeatedReasons()
         self._widened: Reservation | None = None
@@ -350,10 +352,11 @@ class Saver:
         `why` says how long it may wait for a slot. The last one of a training is copied in the call.
         """
         started = time.perf_counter()
-        self._patience.spend(self.fence.take_slot_waits())
-        self._widen()
-        self._patience_s = self._patience.seconds(why)
         try:
+            self.begun = handle
+            self._patience.spend(self.fence.take_slot_waits())
+            self._widen()
+            self._patience_s = self._patience.seconds(why)
             with torch.inference_mode(False):  # what is made there for later saves may not be written outside of it
                 self._save(handle, durable=durable, why=why)
         except Exception as error:  # noqa: BLE001 - see there
@@ -367,6 +370,11 @@ class Saver:
         seconds = time.perf_counter() - started
         self._events.count("save_seconds", seconds)
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
+
+    def broken_off(self, handle: SaveHandle) -> None:
+        """Gives a save up that a signal's handler broke off before it had begun here."""
+        if self.begun is not handle:
+            self.give_up(handle, INTERRUPTED)
 
     def _failed(self, handle: SaveHandle, error: Exception) -> None:
         """A save was not made: a fault of ours or of the device must not end the training."""
@@ -799,8 +807,8 @@ class Saver:
 
     def give_up(self, handle: SaveHandle, reason: str) -> None:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
+        handle.give_up(reason)  # first: one more signal may come
         logger.log(self._reasons.level(reason), "%s is given up: %s", handle.version, reason)
-        handle.give_up(reason)
         if not self._streams.drain(self._config.fence_timeout_s):
             # The keeper gives the slot away as soon as it hears, and a device may still write to it.
             self._owed.append((handle, reason))

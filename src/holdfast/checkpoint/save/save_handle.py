@@ -192,8 +192,8 @@ class SaveHandle:
         return self._is_durable() and wanted is not Level.REPLICATED
 
     def committed(self) -> None:
-        """It was seen, or written by all ranks, that the version is committed in storage."""
-        self._is_committed = True
+        """It was seen, or written by all ranks, that the version is committed in storage; also if it was given up before."""
+        self._is_committed, self._given_up = True, ""
 
     @heartbeat.phase(Phase.SAVING)
     def wait(self, level: Level | str | None = None, timeout_s: float | None = None) -> Level:

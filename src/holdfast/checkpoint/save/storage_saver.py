@@ -82,6 +82,8 @@ class DirectSaver:
     Attributes:
         keeps_link: keepers are wanted again as soon as they can be had.
         memory: None, for there is none to save to.
+        begun: the newest save that came here.
+        may_stand: a version that may be committed, though nobody heard so.
     """
 
     memory = None
@@ -95,6 +97,8 @@ class DirectSaver:
         self._storage = storage
         self._reason = reason
         self.keeps_link = False
+        self.begun: SaveHandle | None = None
+        self.may_stand: Version | None = None
         self._events = events
         # As if all ranks lived on one node: twins then divide the writing, and one copy of everything is written.
         self._topology = Topology(("all",), (0,) * job.group.world_size)
@@ -166,13 +170,14 @@ class DirectSaver:
             return
         started = time.perf_counter()
         try:
+            self.begun = handle
             self._save(handle.version)
             handle.committed()
-        except Exception as error:  # noqa: BLE001 - see there
-            if of_a_handler(error) is not None:
-                handle.give_up(INTERRUPTED)
-                pass_on(error)
+        except BaseException as error:
             self._failed(handle, error)
+            pass_on(error)
+            if not isinstance(error, Exception):
+                raise
         seconds = time.perf_counter() - started
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
         if not handle.given_up:
@@ -181,14 +186,23 @@ class DirectSaver:
                 self._link.go_without_keeper(finished=True)
             self._post(str(handle.version))
 
-    def _failed(self, handle: SaveHandle, error: Exception) -> None:
-        """A save was not made: a fault of ours or of the device must not end the training."""
-        if not isinstance(error, HoldfastError):
+    def broken_off(self, handle: SaveHandle) -> None:
+        """Gives a save up that a signal's handler broke off before it had begun here."""
+        if self.begun is not handle:
+            handle.give_up(INTERRUPTED)
+
+    def _failed(self, handle: SaveHandle, error: BaseException) -> None:
+        """A save was not made, unless storage has it all the same: a fault of ours or of the device must not end the training."""
+        is_ours = isinstance(error, Exception) and of_a_handler(error) is None
+        told = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+        handle.give_up(told if is_ours else INTERRUPTED)  # at once: one more signal may come
+        if self.may_stand == handle.version and handle.is_stored():
+            handle.committed()
+            logger.info("%s is durable, though its save ended with %s", handle.version, told)
+        elif is_ours and not isinstance(error, HoldfastError):
             logger.error("saving %s failed", handle.version, exc_info=error)
-            handle.give_up(f"{type(error).__name__}: {error}")
-            return
-        logger.warning("%s is given up: %s", handle.version, error)
-        handle.give_up(str(error))
+        else:
+            logger.warning("%s is given up: %s", handle.version, handle.given_up)
         if isinstance(error, StorageFull) and self._job.group.rank == 0:
             self._make_room()
 
@@ -202,6 +216,7 @@ class DirectSaver:
         mine = collectives.together(group, lambda: self._write_still(version))
         rows = collectives.gather_json(group, [mine.name, mine.length, mine.digest, mine.rows] if mine else None)
         written = [_Written(row[0], row[1], row[2], tuple(map(tuple, row[3]))) for row in rows if row]
+        self.may_stand = version
         collectives.together(group, lambda: self._commit(version, written) if group.rank == 0 else None)
         if group.rank == 0:
             self._retire(version)
@@ -219,7 +234,13 @@ class DirectSaver:
         return written
 
     def _write(self, version: Version) -> _Written | None:
-        """This rank's bundles and the part that lists them; None if it has none."""
+        """This rank's bundles and the part that lists them; None if it has none.
+
+        Raises:
+            LevelNotReached: storage has the version, whose commit was not heard to be made. Nothing is written over it.
+        """
+        if self.may_stand == version and self._storage.is_committed(version):
+            raise LevelNotReached("it was committed before")
         gathered = self._state.gather()
         structure = self._structure_of(gathered)
         values = structure.encode(gathered)

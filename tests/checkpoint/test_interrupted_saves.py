@@ -1,0 +1,147 @@
+"""A signal's handler raises in the middle of a save: nobody waits for that save, and what is still here is saved at the end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.base.errors import StorageError
+from holdfast.checkpoint.checkpointer.session import Run
+from holdfast.checkpoint.save.memory_saver import Saver
+from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
+from holdfast.checkpoint.save.storage_saver import DirectSaver
+from holdfast.core.model import Level
+from holdfast.tiers.storage.version_store import Storage
+from kit.checkpointers import Make, Trainee
+from kit.strikes import Strike, called
+
+TIMEOUT_S = 8.0
+STORAGE = {"memory_budget": "1KB"}
+BEFORE_COMMIT = [Run.saves, DirectSaver.save, DirectSaver._write, Storage.commit]
+BEHIND_COMMIT = [Storage._take_back_if_retired, DirectSaver._retire, SaveHandle.committed]
+ERRORS = pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("moment", [*BEFORE_COMMIT, *BEHIND_COMMIT])
+@ERRORS
+def test_to_storage_alone_a_step_whose_save_is_broken_off_is_whole_after_the_close(
+    make: Make, tmp_path: Path, error: type[BaseException], moment: Any, *, encrypted: bool
+) -> None:
+    """A number that is drawn behind it would make another file of the same version."""
+
+    def handle() -> None:
+        raise error
+
+    options: dict[str, Any] = dict(STORAGE)
+    if encrypted:
+        (key := tmp_path / "key").write_text("ab" * 32)
+        key.chmod(0o600)
+        options["encryption_key"] = str(key)
+    trainee = Trainee()
+    checkpointer = make(trainee, close_timeout_s=TIMEOUT_S, **options)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0, "durable").wait()
+    trainee.train()
+    checkpointer.step(1)
+    with pytest.raises(error), Strike(handle, called(moment)):
+        checkpointer.save(1, "durable")
+    left = checkpointer._run.last  # type: ignore[union-attr]
+    assert left is not None
+    assert left.version.step == 1
+    assert (left.given_up, left.reached) == (
+        ("", Level.DURABLE) if moment in BEHIND_COMMIT else (INTERRUPTED, Level.NONE)
+    )
+    expected = trainee.fingerprint()
+    torch.rand(1)
+    began = time.monotonic()
+    checkpointer.close()
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    other = Trainee()
+    assert make(other, **options).restore() == 2
+    assert other.fingerprint() == expected
+
+
+def test_what_was_committed_unheard_is_not_written_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more signal comes before storage is asked."""
+
+    def handle() -> None:
+        raise KeyboardInterrupt
+
+    def again(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    trainee = Trainee()
+    checkpointer = make(trainee, close_timeout_s=TIMEOUT_S, **STORAGE)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.step(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(SaveHandle, "is_stored", again)
+        with pytest.raises(KeyboardInterrupt), Strike(handle, called(DirectSaver._retire)):
+            checkpointer.save(0, "durable")
+    files = checkpointer._storage.manifest(checkpointer._storage.versions()[0])
+    expected = trainee.fingerprint()
+    torch.rand(1)
+    checkpointer.close()
+    assert checkpointer._storage.manifest(checkpointer._storage.versions()[0]) == files
+    other = Trainee()
+    assert make(other, **STORAGE).restore() == 1
+    assert other.fingerprint() == expected
+
+
+def test_a_version_whose_commit_a_fault_of_storage_follows_is_durable_and_stays_whole(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise StorageError("the path refuses", where="here")
+
+    trainee = Trainee()
+    checkpointer = make(trainee, close_timeout_s=TIMEOUT_S, **STORAGE)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.step(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "_take_back_if_retired", fails)
+        assert checkpointer.save(0, "durable").wait() is Level.DURABLE
+    expected = trainee.fingerprint()
+    torch.rand(1)
+    checkpointer.close()
+    other = Trainee()
+    assert make(other, **STORAGE).restore() == 1
+    assert other.fingerprint() == expected
+
+
+@pytest.mark.parametrize("moment", [Run.saves, Saver.save, Saver._widen, Saver._copy])
+@ERRORS
+def test_in_memory_a_save_that_is_broken_off_is_given_up_and_made_at_the_close(
+    make: Make, error: type[BaseException], moment: Any
+) -> None:
+    def handle() -> None:
+        raise error
+
+    trainee = Trainee()
+    checkpointer = make(trainee, close_timeout_s=TIMEOUT_S)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0, "durable").wait()
+    trainee.train()
+    checkpointer.step(1)
+    with pytest.raises(error), Strike(handle, called(moment)):
+        checkpointer.save(1, "durable")
+    left = checkpointer._run.last  # type: ignore[union-attr]
+    assert left is not None
+    assert left.version.step == 1
+    assert left.given_up == INTERRUPTED
+    expected = trainee.fingerprint()
+    began = time.monotonic()
+    checkpointer.close()
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    other = Trainee()
+    assert make(other, **STORAGE).restore() == 2
+    assert other.fingerprint() == expected
