@@ -173,7 +173,7 @@ class DirectSaver:
             self.begun = handle
             self._save(handle.version)
             handle.committed()
-        except BaseException as error:
+        except BaseException as error:  # a fault of ours ends no training
             self._failed(handle, error)
             pass_on(error)
             if not isinstance(error, Exception):
