@@ -123,6 +123,14 @@ def asked(
     return pre + inline(body=body, behind=behind, loop=ASKED.replace("{again}", again))
 
 
+def cycled(
+    text: str = "def cycle(dl):\n    while True:\n        for data in dl:\n            yield data",
+    pre: str = "pass", body: str = "x, y = next(batches)",
+) -> str:
+    """Returns a loop over numbers that asks a generator for batches, which begins their loader again and again."""
+    return f"{text}\nbatches = cycle(loader)\n{pre}\nfor i in range(19):\n    {body}\n    {{step}}\n    die(i)\n"
+
+
 OWN_FILE = "import time\npath = os.environ['MARK'] + '.n'\nn = len(open(path).read()) if os.path.exists(path) else 0\n"
 # A writer of TensorBoard's: a thread of its own, a queue, and a file with a next line.
 WRITER = """
@@ -1353,6 +1361,48 @@ for epoch in range(3):
         {step}
         die(epoch, i)
 """, kills=("0,4", "1,2", "2,4")),
+    "batches that a generator hands out again and again": Case(cycled(), at="i", kills=("4", "7", "8", "16")),
+    "batches that a generator hands out, by pairs": Case(
+        cycled("def cycle(dl):\n    while 1:\n        for x, y in dl:\n            yield x, y"), at="i", kills=("5", "12")),
+    "batches that a generator passes on": Case(
+        cycled("def cycle(dl):\n    'Again and again.'\n    while True:\n        yield from dl"), at="i", kills=("5", "12")),
+    "batches that a generator hands out, of which one was taken before": Case(
+        cycled(pre="next(batches)"), at="i", kills=("4", "8", "15")),
+    "batches that a generator hands out, in a class and a function": Case("""
+def cycle(dl):
+    while True:
+        for data in dl: yield data
+class Trainer:
+    def __init__(self, loader):
+        self.dl, self.at, self.calls = cycle(loader), 0, 0
+    def train(self):
+        while self.at < 18:
+            for _ in range(2):
+                x, y = next(self.dl)
+                {step}
+            self.at += 1
+            die(self.at)
+Trainer(loader).train()
+""", at="self.at", kills=("4", "8", "15")),
+    "batches that a generator hands out, from the middle of the loop on": Case(
+        cycled(body="x, y = next(batches) if i > 4 else next(iter(loader))"), at="i", kills=("5", "6", "9")),
+    "batches that a generator hands out, beside a count of its own": Case(
+        cycled("def cycle(dl):\n    n = 0\n    while True:\n        for data in dl:\n            n += 1\n            yield data"),
+        "generator", at="i", kills=("5",)),
+    "batches that a generator hands out, changed": Case(
+        cycled("def cycle(dl):\n    while True:\n        for x, y in dl:\n            yield x + 1, y"), "generator", at="i", kills=("5",)),
+    "batches that a generator hands out, and the loop goes over": Case("""
+def cycle(dl):
+    while True:
+        for data in dl: yield data
+batches = cycle(loader)
+for i, (x, y) in enumerate(batches):
+    {step}
+    die(i)
+    if i >= 18: break
+""", "its items are drawn step by step", at="i", kills=("4", "8", "15")),
+    "batches that a generator hands out, of another loader from one on": Case(
+        cycled(body="if i == 9: batches = cycle(DataLoader(dataset, batch_size=4))\n    x, y = next(batches)"), "'batches'", at="i", kills=("11",)),
     "batches that are asked for, of another loader": Case(
         asked("batches, other = iter(loader), DataLoader(dataset, batch_size=4)", again="batches = iter(other)"),
         "'batches' changes in the loop", kills=("2,3",)),

@@ -518,7 +518,7 @@ class Walk:
 
     def _iterator(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         """Looks at what has a next item: a generator that has ended has none, and one that a loop goes over is counted there."""
-        if loader_places.has_place(value):
+        if id(value) not in self.counted and loader_places.has_place(value):
             found, self.found.fixed[path] = loader_places.place(value), loader_places.Source(value)
             told, put = functools.partial(itself, found), functools.partial(loader_places.put, value)
             self.found.leaves[path] = Leaf(tuple(found), *hold, told, put)
