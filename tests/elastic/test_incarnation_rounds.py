@@ -124,8 +124,11 @@ def test_an_agent_that_gives_no_sign_of_life_is_missed(silent: int, told: list[d
     assert [looks(8), looks(9)] == [[{}, {}]] * 2, "it is given its time"
     assert [looks(second) for second in (10, 11, 12)][-1] == told
     assert looks(12.5)[0] == {silent: 5.5}, "also between two beats"
+    assert [agent.heartbeats.is_one_missed(112.5) for agent in living] == [True, True], "the leader tells the others"
     of_all[silent].heartbeats.beat(113.0)
     assert looks(13) == [{}, {}]
+    looks(14)
+    assert [agent.heartbeats.is_one_missed(114.0) for agent in living] == [False, False]
 
 
 def test_who_says_that_all_of_his_ranks_stand_is_believed_while_his_beats_are_new(agents: Make) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 import forked
-from launch_kit import LAUNCH, Job, Launcher, free_port, kill_tree
+from holdfast.elastic.launch.rendezvous.incarnation_rounds import UNSURE
+from launch_kit import LAUNCH, Job, Launcher, free_port, kill_tree, wait_for
 
 # Ends without a word, as often as it is told to.
 SCRIPT = """
@@ -52,3 +55,36 @@ def test_a_job_that_lost_a_node_ends_and_says_why(job: Job) -> None:
     kill_tree(second)
     assert first.wait(60) == 1, job.logs()
     assert "the static rendezvous cannot bring a node back; start the job again" in job.logs()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_after_it_was_slow_once_is_not_taken_for_one_that_comes_back(job: Job) -> None:
+    """More silence of it is waited for then, while the groups of its peers broke: they do not go on in place, and wait for it."""
+    port = free_port()
+
+    def start(node: int) -> Launcher:
+        return job.launch("--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}")
+
+    first, second = start(0), start(1)
+    job.running(2)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+
+    def beat(node: int) -> bytes:
+        return next(store.get(key) for key in store.list_keys() if key.endswith(f"beat/{node}"))
+
+    def beats(node: int) -> None:
+        """Waits for one more beat of a node."""
+        before = beat(node)
+        wait_for(lambda: beat(node) != before, f"a beat of node {node}", job.logs)
+
+    os.kill(second.pid, signal.SIGSTOP)
+    wait_for(lambda: UNSURE.encode() in beat(0), "its silence", job.logs)
+    for node in (0, 0):
+        beats(node)
+    os.kill(second.pid, signal.SIGCONT)
+    for node in (1, 0, 0):  # by then the first one has looked at a beat of the second
+        beats(node)
+    kill_tree(second)
+    assert first.wait(90) == 1, job.logs()
+    assert "the static rendezvous cannot bring a node back; start the job again" in job.logs()
+    assert "rejoin in place" not in job.logs()

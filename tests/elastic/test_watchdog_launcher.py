@@ -19,7 +19,8 @@ import pytest
 
 from holdfast.core.elastic.escalation import Limits
 from holdfast.core.elastic.failure_detector import Kind, Verdict
-from holdfast.elastic.launch.agent import DIES_S, Agent
+from holdfast.core.elastic.lost_node import MOST_SILENCE_S
+from holdfast.elastic.launch.agent import DIES_S, HOLD_S, Agent
 from holdfast.elastic.launch.incident_tracker import IncidentTracker
 from holdfast.elastic.processes.worker_processes import KillReason, WorkerSlot, WorkerStatus
 from launch_kit import Job, wait_for
@@ -84,7 +85,8 @@ def test_broken_groups_are_no_failure_while_a_rank_that_was_killed_dies() -> Non
     hung = WorkerSlot(1, lives, None, -1, WorkerStatus.RUNS, killed_for=KillReason.HANGS, killed_at=1000.0)  # type: ignore[arg-type]
     agent: Any = object.__new__(Agent)
     agent._worker_slots, agent._serial, agent._signs = lambda: [survivor, hung], 0, lambda _: {}
-    agent._round = SimpleNamespace(wanted=lambda _: False, somebody_ends=lambda _: False, size=1)
+    beats = SimpleNamespace(is_one_missed=lambda _: False)
+    agent._round = SimpleNamespace(wanted=lambda _: False, somebody_ends=lambda _: False, size=1, heartbeats=beats)
     agent._current, agent._unfit, agent._node = SimpleNamespace(number=1), "", "n"
     agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in range(2)])
     agent._cannot_run_twice, agent._readings = lambda _: False, list
@@ -98,6 +100,11 @@ def test_broken_groups_are_no_failure_while_a_rank_that_was_killed_dies() -> Non
     assert "and rank 1 had finished" in str(agent._look_at_groups(1005.0, {}))
     lives.is_untold = lambda: True
     assert agent._look_at_groups(1000.0 + 2 * DIES_S, {}) is None, "nobody can be replaced before the fork server tells"
+    lives.is_untold = lambda: False
+    beats.is_one_missed = lambda _: True
+    said = [agent._look_at_groups(waited_s, {}) for waited_s in (HOLD_S, MOST_SILENCE_S, HOLD_S + MOST_SILENCE_S)]
+    assert said[:2] == [None, None], "a node that is silent may be lost: whoever goes on in place waits for its ranks"
+    assert "and rank 1 had finished" in str(said[2]), "nobody is held for ever"
 
 
 def test_ranks_that_hang_together_are_one_incident_and_the_cause_of_no_later_one(

@@ -36,7 +36,7 @@ from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import heartbeat_page
 from holdfast.core.elastic.escalation import Failure, Fault, RecoveryAction, RecoveryDecision
 from holdfast.core.elastic.failure_detector import Exit, Verdict, cause, first_failure
-from holdfast.core.elastic.lost_node import NodeFacts, lost
+from holdfast.core.elastic.lost_node import MOST_SILENCE_S, NodeFacts, lost
 from holdfast.core.elastic.rerun import cannot_run_twice
 from holdfast.core.versions.late_copy_rules import is_result
 from holdfast.elastic.launch import worker_assignment
@@ -531,8 +531,11 @@ class Agent(RendezvousAgent):
                 None  # so is this one: a process has ended, or hung and was killed, and a busy machine takes its time
             )
         first = min(holding, key=lambda worker_slot: worker_slot.since)
-        if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
+        held_s = now - first.since
+        if held_s < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None
+        if held_s < HOLD_S + MOST_SILENCE_S and self._round.heartbeats.is_one_missed(now):
+            return None  # that node may be lost, which is known soon: who goes on in place would wait for its ranks
         if not self._unfit and self._cannot_run_twice(first):
             self._run_anew(f"it failed before its first step: {first.error}", first)
             self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")

@@ -5,8 +5,8 @@ rendezvous raises the incarnation: any agent proposes the next number, after its
 one writer, the agent of group rank 0, opens a fresh store for the workers and publishes its address by compare-and-set.
 So every key that workers write belongs to one incarnation, and late writes of an older one go to a store that is gone.
 
-Agents also leave a beat here every second, and in it whether all their ranks stand in collectives; what it means that one
-is silent, or that all stand, is `agent`'s and core.elastic.failure_detector' business.
+Agents also leave a beat here every second, and in it whether all their ranks stand in collectives, and of the first one whether it
+misses the beat of another; what it means that one is silent, or that all stand, is `agent`'s and core.elastic.failure_detector' business.
 Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `version/<group rank>`,
 `keeper/<group rank>`, `node/<name>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `spent/<group rank>`, `over`, `left`.
 """
@@ -33,7 +33,7 @@ LOOK_S = 1.0
 OPEN_TIMEOUT_S = 120.0
 POLL_S = 0.01
 LEAVE_S = 5.0
-STUCK = " stuck"  # behind a beat
+STUCK, UNSURE = " stuck", " unsure"  # behind a beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,8 @@ class Heartbeats:
         """
         if self._size > 1 and now - self._beat_at >= BEAT_S:
             self._beat, self._beat_at = self._beat + 1, now
-            self._store.set(f"beat/{self._rank}", f"{self._beat}{STUCK if stuck else ''}")
+            unsure = self._rank == 0 and bool(self._silent(now))
+            self._store.set(f"beat/{self._rank}", f"{self._beat}{UNSURE if unsure else ''}{STUCK if stuck else ''}")
             for rank in range(1, self._size) if self._rank == 0 else (0,):
                 key = f"beat/{rank}"
                 text = self._store.get(key) if self._store.check([key]) else b""
@@ -293,7 +294,15 @@ class Heartbeats:
                 if text and before != text:
                     self._seen[rank] = (text, now)
                     self._longest_s[rank] = max(now - at, self._longest_s.get(rank, 0.0))
+        return self._silent(now)
+
+    def _silent(self, now: float) -> dict[int, float]:
         return {rank: now - at for rank, (_, at) in self._seen.items() if now - at > 2 * BEAT_S}
+
+    def is_one_missed(self, now: float) -> bool:
+        """Return whether an agent is silent, as far as this one sees or the leader said in its last beat."""
+        said, _ = self._seen.get(0, (b"", 0.0))
+        return bool(self._silent(now)) or UNSURE.encode() in said
 
     def longest_silence_s(self, rank: int) -> float:
         """Return the seconds of the longest silence of the agent of this group rank that a new beat ended."""
