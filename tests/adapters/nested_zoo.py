@@ -125,7 +125,8 @@ def asked(
 
 def cycled(
     text: str = "def cycle(dl):\n    while True:\n        for data in dl:\n            yield data",
-    pre: str = "pass", body: str = "x, y = next(batches)",
+    pre: str = "pass",
+    body: str = "x, y = next(batches)",
 ) -> str:
     """Returns a loop over numbers that asks a generator for batches, which begins their loader again and again."""
     return f"{text}\nbatches = cycle(loader)\n{pre}\nfor i in range(19):\n    {body}\n    {{step}}\n    die(i)\n"
