@@ -130,7 +130,7 @@ def _begun(generator: GeneratorType[Any, Any, Any], taken: int) -> Any:
             raise KeyError("a generator that has not begun")
         return inner
     thread, num_names = threading.get_ident(), _cycled(generator.gi_code)[1]
-    fetched = _SingleProcessDataLoaderIter._next_data
+    fetched: Any = _SingleProcessDataLoaderIter._next_data
 
     def nothing(iterator: Any) -> Any:
         return (None,) * num_names if threading.get_ident() == thread else fetched(iterator)
