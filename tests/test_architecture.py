@@ -82,10 +82,10 @@ MAY_TOUCH_ENVIRONMENT = {
 }  # fmt: skip
 
 # Where what a signal's handler raises has to come through: what saves, restores and ends a run, in the thread of the script.
-KEEPS_HANDLERS_ERRORS = ("base/", "tiers/", "checkpoint/", "keeper/rpc/")
+KEEPS_HANDLERS_ERRORS = ("base/", "tiers/", "checkpoint/", "keeper/rpc/", "adapters/")
 # Of the start of a program, of the keeper or of another command.
 BESIDE_A_RUN = {
-    "base/config.py", "base/standard_streams.py", "checkpoint/dry_run.py", "checkpoint/pipeline/schedule_actions.py",
+    "adapters/exported.py", "base/config.py", "base/standard_streams.py", "checkpoint/dry_run.py", "checkpoint/pipeline/schedule_actions.py",
     "keeper/rpc/listener.py", "keeper/rpc/server.py", "keeper/rpc/thread_pool.py", "tiers/memory/page_populate.py",
 }  # fmt: skip
 # What handlers raise by custom, and the classes above.
@@ -96,6 +96,8 @@ RAISED_BY_HANDLERS = {
 TAKES_NO_TIME = {"binary", "bool", "dict", "float", "int", "list", "remove", "repr", "str", "type"}
 OF_A_THREAD, OF_THE_KEEPER = "another thread, where no handler runs", "the keeper's"
 ASKS_NO_HANDLER = {
+    "adapters/native_tree.py: NativeWriter._run": OF_A_THREAD,
+    "adapters/zero_lines/nested/nested_loop.py: KeptLoops._begin": "asked once the other ranks know",
     "checkpoint/capture/optimizer_fence.py: Fence._run": OF_A_THREAD,
     "checkpoint/job/collectives.py: _attempt": "`together` asks, once the other ranks know",
     "checkpoint/job/keeper_link.py: KeeperLink._mend": OF_A_THREAD,

@@ -37,6 +37,7 @@ from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import MismatchError, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives
 
@@ -187,7 +188,7 @@ class CheckpointEngine:
         name = Path(path).name
         if self._files.tag == Path(path).parent.name and name in self._files.trees:
             return self._files.trees[name]
-        if not self._own_wanted and Path(path).resolve().is_relative_to(self._save_dir.resolve()):
+        if not self._own_wanted and self._save_dir.resolve() in Path(path).resolve().parents:
             raise self._unasked(Path(path).parent.name)
         return self._default.load(path, map_location=map_location)
 
@@ -299,7 +300,8 @@ class CheckpointEngine:
     def _have_files(self, tag: str) -> bool:
         try:
             return any((self._dir / tag / name).exists() for name in self._all_names)
-        except OSError:  # it says nothing: look closer
+        except OSError as error:  # it says nothing: look closer
+            pass_on(error)
             return True
 
     def _names(self, directory: Path, tag: str) -> list[Path]:
@@ -446,7 +448,8 @@ def _text_of(path: Path) -> str | None:
         return path.read_bytes()[:MAX_TAG_BYTES].decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return None
 
 
@@ -455,7 +458,8 @@ def _are_gone(paths: Iterable[Path]) -> bool:
     try:
         for path in paths:
             path.unlink(missing_ok=True)
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         logger.warning("a file of an earlier save cannot be removed", exc_info=True)
         return False
     return True

@@ -43,6 +43,7 @@ from holdfast.adapters.options import AGAIN, checked
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.trained_parameters import Trained
@@ -735,7 +736,8 @@ def _step_of(path: Any) -> int:
     try:
         with open(os.path.join(str(path), STATE_FILE), encoding="utf-8") as file:
             return max(0, int(json.load(file)["global_step"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        pass_on(error)
         return 0
 
 
@@ -793,7 +795,8 @@ def _text(value: Any) -> str:
 def _is_plain(value: Any) -> bool:
     try:
         _text(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
+        pass_on(error)
         return False
     return True
 

@@ -33,6 +33,7 @@ import pyarrow.fs
 import ray.train
 
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.save.durable_tracker import OnDurable
 from holdfast.checkpoint.save.save_handle import SaveHandle
@@ -152,6 +153,7 @@ def _run() -> tuple[str, Any]:
     try:
         storage = ray.train.get_context().get_storage()
     except (RuntimeError, NotImplementedError) as error:
+        pass_on(error)
         raise UsageError(
             f"this is no worker of Ray Train: {error}", remedy="call keep() in the function that the TorchTrainer runs"
         ) from error

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.core.elastic.rerun import Leftover
 
 
@@ -54,6 +55,7 @@ def left() -> Iterator[Leftover]:
             if is_set_up(loaded):
                 found.append(name)
         except Exception as error:  # noqa: BLE001 - another release than those that we know: not proven clean
+            pass_on(error)
             found.append(f"{name} (cannot be asked: {type(error).__name__}: {error})")
     if found:
         yield Leftover("libraries that are set up once per process", found)

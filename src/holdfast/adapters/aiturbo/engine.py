@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import TCPStore
 from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.errors import LevelNotReached, MismatchError, StorageError, UsageError, VersionNotFound
+from holdfast.base.handler_errors import pass_on
 from holdfast.base.replacing import replacing
 from holdfast.core.model import Version
 from holdfast.tiers.format.strict_json import parse_loose
@@ -180,6 +181,7 @@ class Front:
         try:
             self._checkpointer.flush()
         except LevelNotReached as error:
+            pass_on(error)
             logger.warning("%s", error)
 
     def close(self) -> None:
@@ -298,6 +300,7 @@ def _read_name(path: Path) -> Version | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
+        pass_on(error)
         raise StorageError(
             "this file was not saved through holdfast", where=str(path), remedy="load it without AITURBO=1"
         ) from error

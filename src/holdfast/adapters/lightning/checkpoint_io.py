@@ -29,6 +29,7 @@ from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached, UsageError, VersionNotFound
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.pytree import flatten, unflatten
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.entries.types import dtype_name, torch_dtype
@@ -203,7 +204,8 @@ def _pointed(path: str) -> list[Version]:
     try:
         with Path(path).open("rb") as file:
             facts = parse_loose(file.read(MAX_POINTER_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        pass_on(error)
         return []
     named = facts.get(_VERSIONS) if isinstance(facts, dict) and _ROOT in facts else []
     found = [Version.parse(text) for text in named if isinstance(text, str)] if isinstance(named, list) else []

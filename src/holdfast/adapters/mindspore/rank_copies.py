@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from holdfast.adapters.mindspore.rank_proofs import SUFFIX, Found, Parts, names_in, read_good, read_proof
 from holdfast.base.errors import CorruptError, HoldfastError, UsageError, VersionNotFound
+from holdfast.base.handler_errors import pass_on
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.collectives import Ranks
@@ -177,6 +178,7 @@ def _group(spelt: object, where: str) -> Group:
     try:
         return tuple(int(rank) for rank in str(spelt).split(","))
     except ValueError as error:
+        pass_on(error)
         raise CorruptError(f"{spelt!r} is no group of ranks", where=where) from error
 
 

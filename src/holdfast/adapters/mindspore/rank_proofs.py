@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.base import private
 from holdfast.base.errors import CorruptError
+from holdfast.base.handler_errors import pass_on
 from holdfast.core.layout.bundles import fingerprint
 from holdfast.core.model import Bundle, Piece, Seal, Shard
 from holdfast.tiers.format import image as image_format
@@ -98,6 +99,7 @@ def read_proof(path: Path, named: tuple[int, int], slices: str, most_bytes: int)
         data = private.read(path.with_suffix(PROOF), MAX_PROOF_BYTES, through_links=True)
         proof = msgspec.json.decode(data, type=Proof)
     except OSError as error:
+        pass_on(error)
         raise CorruptError(f"its proof cannot be read: {error.strerror}", where=str(path)) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"its proof cannot be understood: {error}", where=str(path)) from error
@@ -119,6 +121,7 @@ def read_good(found: Found, faults: list[str]) -> bytes | None:
         data = private.read(found.path, max(0, found.proof.length), through_links=True)
         image_format.verify(memoryview(data), seal, str(found.path))
     except OSError as error:
+        pass_on(error)
         faults.append(f"it cannot be read: {error.strerror} [{found.path}]")
     except CorruptError as error:
         faults.append(str(error))

@@ -19,6 +19,7 @@ from holdfast.adapters.mindspore.layout import Layout
 from holdfast.adapters.mindspore.strategy import Strategy, read_strategy, stage_layouts
 from holdfast.base.config import GROUP_INFO_VARIABLE
 from holdfast.base.errors import StorageError, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.core.model import Shard
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -261,6 +262,7 @@ def write_group_info_of_shards(path: str, shards: Iterable[Shard], rank: int, wo
     try:
         write_group_info(path, group_info_of_shards(shards, rank, world_size))
     except OSError as error:
+        pass_on(error)
         raise StorageError(
             f"the group information cannot be written: {error.strerror}",
             where=path,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from holdfast.base.errors import CorruptError
+from holdfast.base.handler_errors import pass_on
 
 _Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 _Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -62,6 +63,7 @@ def decode(data: bytes, where: str) -> Text:
         layouts = _decode_named(parts.pop("parallel_layout_item", None), _Layout)
         extras = {name: msgspec.json.decode(raw) for name, raw in parts.items()}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        pass_on(error)
         raise CorruptError(f"not a strategy in JSON: {error}", where=where) from error
     return Text(
         stage,

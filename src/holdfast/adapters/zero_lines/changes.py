@@ -20,6 +20,7 @@ from holdfast.adapters.zero_lines.reach.look import ENDED, Leaf, Look
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, has_set
 from holdfast.adapters.zero_lines.reach.walk import ANOTHER
 from holdfast.base.errors import HoldfastError
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.carried_tensors import MAX_BYTES as GROWN_BYTES
 from holdfast.tiers.format import values as value_codec
 
@@ -85,6 +86,7 @@ class Changes:
         try:
             return self.between(self._look())
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
+            pass_on(error)
             return Changed([], [], f"what it holds cannot be looked at: {type(error).__name__}: {error}")
 
     def between(self, now: Look) -> Changed:

@@ -6,7 +6,6 @@ it is refused before anything of it is loaded: the script then runs as it was wr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from abc import ABC, abstractmethod
@@ -22,6 +21,7 @@ from holdfast.adapters.zero_lines.nested.texts_of_start import are_alike
 from holdfast.adapters.zero_lines.proposed_lines import Proposer
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import forgive
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import group_timeouts
 
@@ -65,7 +65,7 @@ def have_all_come(group: collectives.Ranks, patience_s: float) -> bool:
     store = dist.distributed_c10d.PrefixStore("holdfast/loop", dist.distributed_c10d._get_default_store())
     if store.add("come", 1) >= group.world_size:
         return store.compare_set("all", "", "yes") == b"yes"
-    with contextlib.suppress(RuntimeError):  # nobody has answered in time
+    with forgive(RuntimeError):  # nobody has answered in time
         store.wait(["all"], timedelta(seconds=patience_s))
     return store.compare_set("all", "", "no") == b"yes"
 
@@ -86,7 +86,7 @@ def collectives_made(before: Mapping[str, int]) -> dict[str, int]:
     if dist.is_available() and dist.is_initialized():
         group: Any
         for group, name in dist.distributed_c10d._world.pg_names.items():
-            with contextlib.suppress(RuntimeError):
+            with forgive(RuntimeError):
                 made[str(name)] = group._get_sequence_number_for_group() - before.get(str(name), 0)
     return made
 

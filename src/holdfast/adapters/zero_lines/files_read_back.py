@@ -16,7 +16,6 @@ time and size, so it does not matter who wrote it. Not seen: files that other li
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import glob
 import os
@@ -29,6 +28,8 @@ from typing import Any
 
 import torch
 import xxhash
+
+from holdfast.base.handler_errors import forgive, pass_on
 
 # So many files are looked at of one step, and of what was written before the loop.
 MAX_FILES = 64
@@ -131,7 +132,7 @@ class FileWatch:
         mine = getattr(ask, "__self__", None)
         name = getattr(ask, "__name__", "")
         if callable(getattr(mine, "writable", None)):
-            with contextlib.suppress(ValueError):  # it is closed
+            with forgive(ValueError):  # it is closed
                 if mine is not None and mine.writable():
                     self._reason = self._reason or _asked(str(getattr(mine, "name", mine)), what)
             return
@@ -268,16 +269,16 @@ class _Hook:
 def _open_files() -> list[str]:
     """Lists the files that this process has open, where the system tells."""
     found: list[str] = []
-    with contextlib.suppress(OSError):
+    with forgive(OSError):
         for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
+            with forgive(OSError):
                 found.append(os.readlink(f"/proc/self/fd/{number}"))
     return found
 
 
 def _answer(path: str, *, there: bool) -> str:
     """Returns what a step is told of a file or a directory."""
-    with contextlib.suppress(OSError):
+    with forgive(OSError):
         if there:
             return str(os.path.lexists(path))
         if os.path.isdir(path):
@@ -316,6 +317,7 @@ def _facts(path: str) -> _Facts:
     """Returns when a file was written, how large it is, and which one; nothing of what is no file."""
     try:
         found = os.stat(path)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        pass_on(error)
         return (0, 0, 0)
     return (found.st_mtime_ns, found.st_size, found.st_ino)

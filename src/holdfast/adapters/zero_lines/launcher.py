@@ -23,6 +23,7 @@ from holdfast.adapters.zero_lines.script_text import HOOK, ITSELF, NO_LOOP
 from holdfast.base import config
 from holdfast.base.errors import MismatchError
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import pass_on
 from holdfast.elastic.launch import run_command, run_flags
 from holdfast.elastic.worker import main_module
 from holdfast.elastic.worker.agent_channel import RunOrder
@@ -55,7 +56,8 @@ class ScriptLauncher:
             found = find_in_script(path, source)
             if found == NO_LOOP:
                 found = find_in_modules(path, source) or found
-        except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
+        except (OSError, SyntaxError, UnicodeDecodeError, RecursionError) as error:
+            pass_on(error)
             found = ""  # Python tells what is wrong with it
         says = order.environment.get("RANK", "0") == "0"
         if isinstance(found, str) and found:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from holdfast.adapters.zero_lines.reach.attributes import is_iterator
 from holdfast.adapters.zero_lines.reach.walk import STANDING
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.containers import parts_of
 from holdfast.checkpoint.entries.rng import random_state
 
@@ -44,6 +45,7 @@ def why_no_state(path: str, value: Any) -> str:
     try:
         value.state_dict()
     except Exception as error:  # noqa: BLE001 - objects of other people are asked
+        pass_on(error)
         return f"{path!r}, a {_kind(value)}, cannot hand out its state: {type(error).__name__}: {error}"
     return ""
 

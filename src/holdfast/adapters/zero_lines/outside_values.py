@@ -37,6 +37,7 @@ from holdfast.adapters.zero_lines.outside_parts import (
     stores,
     without_files,
 )
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.usage.clock_names import last_name
 from holdfast.checkpoint.usage.name_flow import Function, stored
 
@@ -132,7 +133,8 @@ def find_outside(tree: ast.Module, loops: Sequence[ast.For], others: Sequence[as
     flow = _Flow(tree, loops, others)
     try:
         flow.run()
-    except Exception:  # noqa: BLE001 - a text that nobody foresaw must run all the same
+    except Exception as error:  # noqa: BLE001 - a text that nobody foresaw must run all the same
+        pass_on(error)
         return Outside()
     mine = {id(node) for node in ast.walk(tree)}
     asked = [row for row in flow.found.items() if row[0].is_file]

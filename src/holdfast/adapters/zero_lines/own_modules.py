@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, facts, find_nested
 from holdfast.adapters.zero_lines.script_text import HOOK, imported, scope_of
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.usage.clock_names import finds_files, names_of_start, of_start
 
 # So many modules are looked at.
@@ -103,7 +104,8 @@ def _own_trees(script: str, source: str) -> _Own:
         try:
             text = Path(file).read_text(encoding="utf-8")
             tree = ast.parse(text)
-        except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
+        except (OSError, SyntaxError, UnicodeDecodeError, RecursionError) as error:
+            pass_on(error)
             continue  # Python tells what is wrong with it
         trees[name] = (file, text, tree)
         waiting += _names(tree, name if os.path.basename(file) == "__init__.py" else name.rpartition(".")[0])

@@ -43,6 +43,7 @@ from holdfast.adapters.zero_lines.reach.memory import spans_of
 from holdfast.adapters.zero_lines.reach.plain_values import is_plain
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.containers import items_of
 from holdfast.checkpoint.entries.carried_tensors import is_carried
 from holdfast.checkpoint.entries.rng import random_state
@@ -154,6 +155,7 @@ class Proposer:
         except NoLines as error:
             shown = [f"no lines can be given that would keep it: {error}"]
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
+            pass_on(error)
             shown = [f"no lines can be given that would keep it: {type(error).__name__}: {error}"]
         self._events.emit("script_lines", lines="\n".join(shown))
         for line in shown:

@@ -17,6 +17,7 @@ import msgspec
 from holdfast.adapters.mindspore.formats.files import Buffer
 from holdfast.adapters.mindspore.formats.tensors import HostTensor
 from holdfast.base.errors import CorruptError, UsageError
+from holdfast.base.handler_errors import pass_on
 from holdfast.core.model import DTYPE_BYTES
 
 MAX_HEADER_BYTES = 16 << 20
@@ -81,6 +82,7 @@ def _header(data: bytes, where: str) -> tuple[dict[str, _Item], dict[str, str], 
         metadata = msgspec.json.decode(parts.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
         items = {name: msgspec.json.decode(raw, type=_Item) for name, raw in parts.items()}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        pass_on(error)
         raise CorruptError(f"the header is damaged: {error}", where=where) from error
     return items, metadata, view[end:]
 

@@ -34,6 +34,7 @@ from holdfast.adapters.zero_lines.reach.attributes import has_place_in_data
 from holdfast.adapters.zero_lines.reach.loader_places import rules
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK
 from holdfast.adapters.zero_lines.reach.walk import workers_stay
+from holdfast.base.handler_errors import pass_on
 from holdfast.base.installed import is_installed
 from holdfast.checkpoint.containers import items_of, length_of
 from holdfast.checkpoint.loader_workers.worker_draws import has_no_order
@@ -450,7 +451,8 @@ def _timed(file: str) -> frozenset[str]:
             if not is_installed(file)
             else frozenset()
         )
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError) as error:
+        pass_on(error)
         return frozenset()
 
 

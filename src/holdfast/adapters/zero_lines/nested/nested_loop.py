@@ -61,6 +61,7 @@ from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.base.events import Events
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries import fsdp1, living_gradients
 from holdfast.checkpoint.job import collectives
@@ -204,15 +205,18 @@ class KeptLoops:
         found: Kept | str
         entry = None
         looker = None
+        failed: Exception | None = None
         try:
             found, looker, entry = self._looked(site, frame)
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
-            found = f"what it holds cannot be looked at: {type(error).__name__}: {error}"
+            failed, found = error, f"what it holds cannot be looked at: {type(error).__name__}: {error}"
         if (other := different(group, site.line)) != site.line:
             found = f"another rank comes to the loop of line {other} when this one comes to that of line {site.line}"
         if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
             found = "the script has a Checkpointer of its own"
         if is_refused(group, found if isinstance(found, str) else "", self._events, self._root):
+            if failed is not None:
+                pass_on(failed)
             return None
         assert isinstance(found, Kept)
         assert entry is not None
@@ -533,6 +537,7 @@ class _Run:
             entry = self._looker.enter(entries, site, frame)
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
             self._give_up(f"what it holds cannot be looked at: {type(error).__name__}: {error}")
+            pass_on(error)
             return None
         changed = entry.changes.between_fixed(self._looker.look([*entries, entry]))
         if changed and self._pending is not None:
@@ -634,9 +639,11 @@ class _Run:
         except StopIteration:
             self.unfit(f"the loop of line {entry.site.line} has fewer items than in the run that saved")
         except Exception as error:  # noqa: BLE001 - the script's own code is run again, where it does not expect it
-            self.unfit(
-                f"the items of the loop of line {entry.site.line} cannot be taken again: {type(error).__name__}: {error}"
-            )
+            why = f"the items of the loop of line {entry.site.line} cannot be taken again"
+            try:
+                self.unfit(f"{why}: {type(error).__name__}: {error}")
+            finally:
+                pass_on(error)
         entry.taken = taken
 
     def _take_over(self, entries: Sequence[Entry], version: dict[str, Any]) -> None:
@@ -762,6 +769,7 @@ def _close(checkpointer: Checkpointer) -> None:
     try:
         checkpointer.close()
     except LevelNotReached as error:
+        pass_on(error)
         say(f"the last step is not durable: {error}")
 
 

@@ -26,6 +26,7 @@ from holdfast.adapters.zero_lines.reach.loader_places import has_place
 from holdfast.adapters.zero_lines.reach.look import Look
 from holdfast.adapters.zero_lines.reach.memory import spans_of
 from holdfast.adapters.zero_lines.reach.plain_values import MAX_ELEMENTS, has_set, is_plain
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.device.accelerator import name_of
 from holdfast.checkpoint.entries import carried_tensors, living_gradients
 from holdfast.checkpoint.entries.carried_tensors import is_carried, is_large
@@ -284,6 +285,7 @@ class NestedState(Doubts):
         try:
             value_codec.encode({name: value for name, value in carried.items() if is_plain(value)})
         except Exception as error:  # noqa: BLE001 - values of other people
+            pass_on(error)
             return f"what lives from one step to the next cannot be carried: {error}"
         return living_gradients.UNSURE if gradients is None else ""
 

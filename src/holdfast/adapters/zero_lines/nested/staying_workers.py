@@ -26,6 +26,7 @@ from torch.utils.data._utils import worker
 from holdfast.adapters.zero_lines.nested.nested_items import Items
 from holdfast.adapters.zero_lines.nested.worker_notes import Noting, Slot, around, named, other, tokens
 from holdfast.adapters.zero_lines.reach.reach import Reach
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.loader_workers.worker_draws import is_forked
 from holdfast.tiers.format import values as value_codec
 
@@ -254,6 +255,7 @@ class StayingWorkers:
             found = tokens(look)
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
             self.doubt(f"{_STAY}, and its dataset cannot be looked at: {type(error).__name__}: {error}")
+            pass_on(error)
             found = {}
         return {**found, **around()}
 
@@ -266,6 +268,7 @@ class StayingWorkers:
             return [Slot() for _ in range(loader.num_workers)]
         except OSError as error:
             self.doubt(f"{_STAY}, and there is no memory to hear of what they keep: {error}")
+            pass_on(error)
             return []
 
     def _knows(self, loader: DataLoader[Any]) -> None:

@@ -21,6 +21,7 @@ from holdfast.adapters.zero_lines.reach.look import Leaf, Look
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK
 from holdfast.adapters.zero_lines.reach.reach import Reach
 from holdfast.base import config
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.rng import process_generators
 from holdfast.checkpoint.loader_workers.worker_init import WorkerInit
 from holdfast.tiers.format import values as value_codec
@@ -112,6 +113,7 @@ class Noting(WorkerInit):
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the worker has to go on
             self._refused = f"what it keeps cannot be looked at: {type(error).__name__}: {error}"
             slot.answer(self._calls, {"reason": self._refused})
+            pass_on(error)
 
     def _take_over(self, things: Mapping[str, Any], what: Mapping[str, Any]) -> None:
         self._reach.of(things).put(what["rows"], what["gone"])

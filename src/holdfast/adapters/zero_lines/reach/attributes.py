@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dis
 import gc
@@ -17,6 +16,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.base.handler_errors import forgive, pass_on
 from holdfast.checkpoint.state.stateful import is_stateful
 
 # What Python has of a class that is made by it, and of a reference.
@@ -61,12 +61,13 @@ def has_a_reader(value: Any) -> bool:
         return False
     try:
         where = os.fstat(value.fileno())
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError) as error:
+        pass_on(error)
         return True
     if not (stat.S_ISFIFO(where.st_mode) or stat.S_ISSOCK(where.st_mode)):
         return False
     for stream in (1, 2):
-        with contextlib.suppress(OSError):
+        with forgive(OSError):
             if os.path.samestat(where, os.fstat(stream)):
                 return False
     return True
@@ -93,7 +94,8 @@ def is_iterator(value: Any) -> bool:
     """Tell whether a value has a next item; a `__getattr__` that answers to every name, or raises, makes no iterator."""
     try:
         return hasattr(type(value), "__next__") or callable(getattr(value, "__next__", None))
-    except Exception:  # noqa: BLE001 - it is the user's own
+    except Exception as error:  # noqa: BLE001 - it is the user's own
+        pass_on(error)
         return False
 
 

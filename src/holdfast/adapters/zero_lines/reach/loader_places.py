@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, MapDataPipe, RandomSampler, SequentialS
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 from torch.utils.data.sampler import BatchSampler
 
+from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.usage.user_frames import own
 
 _KEY = "_holdfast_place"
@@ -165,7 +166,8 @@ def _cycled(code: CodeType) -> tuple[str, int]:
     try:
         module = ast.parse(textwrap.dedent(inspect.getsource(code)))
         ran = compile(module, code.co_filename, "exec").co_consts[0]
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError) as error:
+        pass_on(error)
         return "", 0
     match module.body:
         case [ast.FunctionDef(body=[*told, ast.While(test=ast.Constant(value=True | 1), body=[turn], orelse=[])])]:
