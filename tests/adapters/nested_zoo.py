@@ -1362,6 +1362,27 @@ for epoch in range(3):
         {step}
         die(epoch, i)
 """, kills=("0,4", "1,2", "2,4")),
+    "loops that give their items to attributes": Case("""
+class Trainer:
+    def __init__(self): self.epoch, self.i, self.seen = 0, 0, []
+    def train(self):
+        for self.epoch in range(3):
+            self.seen.append(self.epoch)
+            for self.i, (x, y) in enumerate(loader):
+                {step}
+                die(self.epoch, self.i)
+            die(self.epoch, "eval")
+trainer = Trainer()
+trainer.train()
+""", at="trainer.epoch, trainer.i", scale="(1 + trainer.epoch + len(trainer.seen) / 10)", shown="trainer.seen", kills=("0,6", "0,eval", "1,2", "2,3")),
+    "loop that gives its items to an item of a dict and a name": Case("""
+at = {}
+for at["epoch"] in range(3):
+    for i, at["x"] in enumerate(loader):
+        x, y = at["x"]
+        {step}
+        die(at["epoch"], i)
+""", at="at['epoch'], i", shown="sorted(at)", kills=("0,6", "1,2")),
     "batches that a generator hands out again and again": Case(cycled(), at="i", kills=("4", "7", "8", "16")),
     "batches that a generator hands out, by pairs": Case(
         cycled("def cycle(dl):\n    while 1:\n        for x, y in dl:\n            yield x, y"), at="i", kills=("5", "12")),

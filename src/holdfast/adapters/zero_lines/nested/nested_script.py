@@ -155,10 +155,8 @@ def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
     if any(name.split(".")[0] == "holdfast" for name in imported(tree)):
         return ITSELF
     before = _Calls(tree)
-    whiles = {
-        id(node) for node in ast.walk(tree) if isinstance(node, ast.While) and not node.orelse and before.trains(node)
-    }
-    tree = _Turns(whiles).visit(tree)
+    plain = {id(node) for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and before.trains(node)}
+    tree = _PlainLoops(plain).visit(tree)
     calls = _Calls(tree)
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and calls.trains(node)]
     loops.sort(key=lambda loop: (loop.lineno, loop.col_offset))
@@ -262,15 +260,30 @@ def kept_names(line: int) -> str:
     )
 
 
-class _Turns(ast.NodeTransformer):
-    """Makes `while x: ...` a loop over its turns: `for turn in ...: if not x: break; ...`."""
+class _PlainLoops(ast.NodeTransformer):
+    """Makes loops plain ones: `while x: ...` goes over its turns, `for turn in ...: if not x: break; ...`.
 
-    def __init__(self, whiles: set[int]) -> None:
-        self._whiles = whiles
+    `for self.epoch in range(9): ...` gives its items to a name first: `for item in range(9): self.epoch = item; ...`.
+
+    Args:
+        loops: by `id`, those that are made so.
+    """
+
+    def __init__(self, loops: set[int]) -> None:
+        self._loops = loops
+
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        self.generic_visit(node)
+        if id(node) in self._loops and not _has_plain_names(node):
+            name, target = f"__holdfast_item_{node.lineno}__", node.target
+            node.target = ast.copy_location(ast.Name(name, ast.Store()), target)
+            given = ast.copy_location(ast.Assign([target], ast.Name(name, ast.Load())), target)
+            node.body = [ast.fix_missing_locations(given), *node.body]
+        return node
 
     def visit_While(self, node: ast.While) -> ast.stmt:
         self.generic_visit(node)
-        if id(node) not in self._whiles:
+        if id(node) not in self._loops or node.orelse:
             return node
         body = node.body
         if not (isinstance(node.test, ast.Constant) and node.test.value):
@@ -296,11 +309,13 @@ def _why_not(tree: ast.Module, loop: ast.For | ast.While) -> str:
         return f"the loop of line {loop.lineno} is a while with an else"
     if loop.orelse:
         return f"the loop of line {loop.lineno} has an else"
-    if not all(isinstance(node, ast.Name) for node in _targets(loop.target)):
-        return f"the loop of line {loop.lineno} does not set plain names"
     if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(scope_of(tree, loop))):
         return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
     return ""
+
+
+def _has_plain_names(loop: ast.For) -> bool:
+    return all(isinstance(node, ast.Name) for node in _targets(loop.target))
 
 
 def _targets(node: ast.expr) -> Iterator[ast.expr]:
