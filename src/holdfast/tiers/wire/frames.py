@@ -489,10 +489,17 @@ def unix_path(address: str) -> str:
     return path
 
 
-def close_fds(fds: Sequence[int]) -> None:
-    """Closes descriptors that came with a frame nobody wants."""
-    for fd in fds:
-        os.close(fd)
+class Descriptors(list[int]):
+    """Descriptors that came with a reply. Those that nobody took out are closed with it, wherever a signal's handler breaks their user off."""
+
+    def __del__(self) -> None:
+        close_fds(self)
+
+
+def close_fds(fds: list[int]) -> None:
+    """Closes descriptors that came with a frame nobody wants, and takes them out of the list."""
+    while fds:
+        os.close(fds.pop())
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
