@@ -489,7 +489,7 @@ def unix_path(address: str) -> str:
     return path
 
 
-class Descriptors(list[int]):
+class Descriptors(list):  # type: ignore[type-arg]
     """Descriptors that came with a reply. Those that nobody took out are closed with it, wherever a signal's handler breaks their user off."""
 
     def __del__(self) -> None:
