@@ -50,7 +50,7 @@ class _Waiting:
 
     def answer(self, message: AnyMessage, fds: list[int]) -> None:
         """Hands the reply to who waits; if they have just left, nobody takes its descriptors."""
-        self.fds = frames.Descriptors(fds)  # before the reply, which may be taken at once
+        self.fds = fds  # before the reply, which may be taken at once
         self.reply = message
         self.done.set()
         if self.is_left:

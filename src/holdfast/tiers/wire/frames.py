@@ -489,13 +489,6 @@ def unix_path(address: str) -> str:
     return path
 
 
-class Descriptors(list):  # type: ignore[type-arg]
-    """Descriptors that came with a reply. Those that nobody took out are closed with it, wherever a signal's handler breaks their user off."""
-
-    def __del__(self) -> None:
-        close_fds(self)
-
-
 def close_fds(fds: list[int]) -> None:
     """Closes descriptors that came with a frame nobody wants, and takes them out of the list."""
     while fds:
