@@ -149,11 +149,11 @@ class Meeting:
                 return [given for _, _, given in told]
 
     def send(self, data: torch.Tensor, to: int) -> None:
-        """As the group does."""
+        """Does as the group does."""
         self._group.send(data, to)
 
     def receive(self, num_bytes: int, origin: int) -> torch.Tensor:
-        """As the group does."""
+        """Does as the group does."""
         return self._group.receive(num_bytes, origin)
 
 
