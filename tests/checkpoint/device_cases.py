@@ -853,7 +853,9 @@ class TwoNets:
         parts = {f"net{i}": net for i, net in enumerate(self.nets)} | {
             f"by{i}": o for i, o in enumerate(self.optimizers)
         }
-        config = holdfast.Config(linger_s=5.0, fence_timeout_s=30.0)  # a machine at work copies slowly as well
+        config = holdfast.Config(
+            linger_s=5.0, fence_timeout_s=30.0, begin_timeout_s=30.0
+        )  # a machine at work copies slowly as well
         self.checkpointer = holdfast.Checkpointer(root / "job", **parts, config=config)
 
     def step(self, number: int, *, save: bool = True) -> None:

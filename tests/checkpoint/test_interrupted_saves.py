@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import gloo_kit
 from holdfast.base.errors import StorageError
 from holdfast.checkpoint.checkpointer.session import Run
+from holdfast.checkpoint.save import memory_saver, storage_saver
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
 from holdfast.checkpoint.save.storage_saver import DirectSaver
@@ -145,3 +149,78 @@ def test_in_memory_a_save_that_is_broken_off_is_given_up_and_made_at_the_close(
     other = Trainee()
     assert make(other, **STORAGE).restore() == 2
     assert other.fingerprint() == expected
+
+
+def test_ranks_of_which_a_handler_takes_one_out_of_a_save_meet_again_at_the_next(tmp_path: Path) -> None:
+    """To storage alone: who waits in a collective is not answered by a word of another save."""
+    results = gloo_kit.run(Path(__file__).with_name("struck_ranks_worker.py"), tmp_path)
+    rows = [json.loads((results / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [said for told in rows for _, said, there in told if said == "DURABLE" and not there] == []
+    undisturbed = [(step, said) for told in rows for step, said, _ in told if step % 2]
+    assert [row for row in undisturbed if row[1] != "DURABLE"] == []
+    assert sum(said == "struck" for told in rows for _, said, _ in told) >= 11
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "moment"),
+    [(STORAGE, storage_saver, DirectSaver._write), ({}, memory_saver, Saver._copy)],
+    ids=["storage", "memory"],
+)
+def test_a_second_signal_that_comes_at_once_leaves_no_save_that_never_ends(
+    make: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], module: ModuleType, moment: Any
+) -> None:
+    def handle() -> None:
+        raise TimeoutError
+
+    def again(*_: object) -> None:
+        monkeypatch.undo()
+        raise TimeoutError("one more")
+
+    trainee = Trainee()
+    checkpointer = make(trainee, close_timeout_s=TIMEOUT_S, **options)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.step(0)
+    monkeypatch.setattr(module, "of_a_handler", again)
+    with pytest.raises(TimeoutError, match="one more"), Strike(handle, called(moment)):
+        checkpointer.save(0, "durable")
+    began = time.monotonic()
+    checkpointer.close()
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert [version.step for version in checkpointer._storage.versions()] == [0]
+
+
+def test_a_step_of_an_optimizer_that_nobody_reported_is_named_at_the_end(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a handler strikes in the first lines of the call that reports it."""
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0, "durable").wait()
+    trainee.train()
+    checkpointer.close()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told.startswith("what is durable is step 0; an optimizer made a step behind it that nobody reported")
+
+
+@pytest.mark.parametrize("moment", [DirectSaver._write, DirectSaver._retire], ids=["before the commit", "behind it"])
+def test_the_step_of_a_save_that_is_broken_off_has_its_info_and_its_places(
+    make: Make, tmp_path: Path, moment: Any
+) -> None:
+    def handle() -> None:
+        raise KeyboardInterrupt
+
+    trainee = Trainee()
+    checkpointer = make(trainee, **STORAGE)
+    checkpointer.restore()
+    trainee.train()
+    with pytest.raises(KeyboardInterrupt), Strike(handle, called(moment)):
+        checkpointer.save(0, "durable", info={"epoch": 3}, also_to=[str(tmp_path / "copy")])
+    checkpointer.close()
+    other = Trainee()
+    again = make(other, path=tmp_path / "copy", **STORAGE)
+    assert again.restore() == 1
+    assert again.last_restore is not None
+    assert again.last_restore.info == {"epoch": 3}

@@ -196,7 +196,7 @@ def run_ranks(cadence: str, *, step_s: float, steps: int, stop: tuple[int, int] 
 
     def rank_of(rank: int) -> tuple[list[int], int | None]:
         now = [1000.0 * rank]
-        schedule = MeetingSchedule(config, room.seat(rank), clock=lambda: now[0])
+        schedule = MeetingSchedule(config, room.seat(rank), "root", clock=lambda: now[0])
         saved: list[int] = []
         for step in range(steps):
             now[0] += step_s * (1 + 0.1 * rank)

@@ -9,8 +9,10 @@ import _signal  # type: ignore[import-not-found]  # `signal.getsignal` passes ov
 import functools
 import inspect
 import signal
+import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -43,6 +45,46 @@ class forgive(suppress):  # noqa: N801 - a word within `with`, as its base
             return False
         pass_on(error)
         return True
+
+
+@contextmanager
+def handlers_later() -> Iterator[None]:
+    """Has signals wait whose handlers are the script's: each handler runs behind this. In other threads none runs anyway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        if number not in came:
+            came.append(number)
+
+    found = {number: _signal.getsignal(number) for number in range(1, signal.NSIG)}
+    before = {number: each for number, each in found.items() if callable(each) and not _is_ours(each)}
+    try:
+        for number in before:
+            _signal.signal(number, note)
+        yield
+    finally:
+        _put_back(before, came)
+
+
+def _put_back(before: dict[int, Any], came: list[int]) -> None:
+    """Sets handlers, then runs those whose signals came; all of them, whatever one raises."""
+    try:
+        while before:
+            number, handler = next(iter(before.items()))
+            _signal.signal(number, handler)
+            del before[number]
+        while came:
+            signal.raise_signal(came.pop(0))
+    finally:
+        if before or came:
+            _put_back(before, came)
+
+
+def _is_ours(handler: Any) -> bool:
+    return str(getattr(handler, "__module__", "")).partition(".")[0] == "holdfast"
 
 
 def is_of_a_handler(frame: FrameType, handlers: set[CodeType | None]) -> bool:

@@ -170,6 +170,7 @@ class Checkpointer:
         self._copies_until_s = 0.0
         self.patience_s: float | None = None
         self._saving = 0  # the thread that saves now
+        self._wished: tuple[Version | None, Sequence[str], dict[str, Any]] = (None, (), {})  # of the newest save
         self._saves = threading.RLock()  # another thread's save waits for it; a signal's handler may save within one
         self._began: dict[str, Keys] = {}  # of dicts, at the first restore
         self._overwritten: set[str] = set()  # by a restore that was not finished
@@ -940,6 +941,7 @@ class Checkpointer:
             self._saving = thread  # no call from here on to `last`: a signal's handler that closes finds both, or none
             is_first = run.last is newest  # else a signal's handler has saved since the look
             if is_first and is_kept:
+                self._wished = handle.version, also_to, run.state.info.value
                 run.last, run.saved_steps = handle, steps
                 run.saves(handle)
             if is_first:
@@ -947,6 +949,8 @@ class Checkpointer:
         except BaseException:
             if run.last is handle:
                 run.saver.broken_off(handle)
+                if durable and handle.reached is Level.DURABLE:
+                    run.durables.add(handle, also_to, asked=why is not Waits.DUE)
             raise
         finally:
             self._saving = before
@@ -1012,6 +1016,8 @@ class Checkpointer:
         last = run.last
         if self._saving != threading.get_ident() or last is None or last.reached is not Level.NONE:
             return ""
+        if run.saver.memory is None and run.saver.has_stored(last):
+            return ""
         why = "close was called in the middle of its save, by the same thread"
         if run.saver.memory is not None:
             run.saver.memory.give_up(last, why)
@@ -1021,12 +1027,20 @@ class Checkpointer:
     def _closing(self, run: Run) -> Closing:
         return Closing(
             run,
-            save=lambda step: self._save(run, step, Level.DURABLE, why=Waits.LAST),
+            save=functools.partial(self._save_at_end, run),
             make_due=lambda handle: self._raise_level(run, handle, Level.DURABLE),
             timeout_s=self._config.close_timeout_s,
             patience_s=self.patience_s,
             linger_s=self._config.linger_s,
         )
+
+    def _save_at_end(self, run: Run, step: int) -> SaveHandle:
+        """Saves as a save of this step was asked for that was not made, if one was."""
+        version, places, info = self._wished
+        if version != run.job.version(step):
+            places, info = (), {}
+        with run.state.info.beside(info or run.state.info.value, saved=False):
+            return self._save(run, step, Level.DURABLE, places, why=Waits.LAST)
 
     def _leave(self, *, finished: bool, broken_by: str = "") -> None:
         run, steps = self._run, self._leaving.left

@@ -14,6 +14,7 @@ anew by the same order. A step that is not saved is named: in the log, or in the
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from holdfast.base.errors import KeeperLost, LevelNotReached
 from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.session import Fleeting, Run
 from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.job.collectives import Meeting
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Level
 
@@ -88,6 +90,9 @@ class Closing:
         if last is not None and last.version.step < run.state_step:
             why = f"{changed} after it was reported; {REMEDY}" if changed and not broken_off else why
             logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
+        elif last is not None and run.saver.fence.num_steps != run.optimizer_steps:
+            what = "what is durable is step %d; an optimizer made a step behind it that nobody reported, and that state is not saved: %s"
+            logger.error(what, last.version.step, REMEDY)
         return True
 
     def secure(self) -> str:
@@ -122,7 +127,9 @@ class Closing:
         is_saved = last is not None and not last.given_up and last.version.step >= run.state_step
         if run.saver.memory is not None or is_saved or run.state_step < 0:
             return changed
-        told = enumerate(collectives.gather_json(run.job.group, changed))
+        told = enumerate(
+            collectives.gather_json(Meeting(run.job.group, sys.maxsize, 0, run.job.assembly.root), changed)
+        )
         return changed or next((f"rank {rank}: {why}" for rank, why in told if why), "")
 
     # Which version.

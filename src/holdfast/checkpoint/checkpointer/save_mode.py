@@ -157,7 +157,7 @@ def schedule_of(
 ) -> Schedule | MeetingSchedule:
     """Return when `saver` saves."""
     if saver.memory is None:
-        return MeetingSchedule(config, job.group)
+        return MeetingSchedule(config, job.group, job.assembly.root)
     budget = None
     if config.overhead:
         budget = Budget(config.overhead, group=job.group, events=events, bubbles=bubbles, tell=link.note_cadence)

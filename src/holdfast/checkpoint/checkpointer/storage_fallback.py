@@ -328,7 +328,8 @@ class StorageFallback:
         direct.restart(self._link.resumed.version if self._link.resumed is not None else None)
         self._memory = saver, run.schedule
         run.saver, run.last, run.optimizer_steps = direct, None, direct.fence.num_steps
-        run.schedule = MeetingSchedule(self._config, self._job.group, could=lambda: self._could(saver))
+        root = self._job.assembly.root
+        run.schedule = MeetingSchedule(self._config, self._job.group, root, could=lambda: self._could(saver))
         self._recent.clear()
         return True
 

@@ -1,7 +1,10 @@
 """Ranks agree before they train: bytes gathered from all, one vote, and an error that everybody raises or nobody.
 
 Uses the default process group when there is one, with `all_gather` of byte tensors: nothing is pickled. One rank alone
-needs no group. Only restore and construction call this; a save needs no collective (decision 10).
+needs no group. Restore and construction call this, and saves where there is no level in memory; other saves need no collective (decision 10).
+
+Ranks that save straight to storage meet in the middle of training, where a signal's handler of the script may take one of them out
+between two collectives (`Meeting`). Within one no handler runs.
 
 A group without a backend for the host agrees through its device. An aborted collective leaves there what happens to be in
 memory, and zeros would say that no rank failed. So what was read counts only if the job had not broken off by then.
@@ -17,8 +20,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import distributed as dist
 
-from holdfast.base.errors import DeviceError, HoldfastError, Interrupted, UsageError, kind_of
-from holdfast.base.handler_errors import pass_on
+from holdfast.base.errors import DeviceError, HoldfastError, Interrupted, LevelNotReached, UsageError, kind_of
+from holdfast.base.handler_errors import handlers_later, pass_on
 from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.versions.late_copy_rules import counts
@@ -70,7 +73,11 @@ class Group:
         self._device = _device()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Two collectives: lengths, then bytes padded to the longest."""
+        """Two collectives: lengths, then bytes padded to the longest. No signal's handler comes between them."""
+        with handlers_later():
+            return self._gather(data)
+
+    def _gather(self, data: bytes) -> list[bytes]:
         mine = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         lengths = [torch.zeros_like(mine) for _ in range(self.world_size)]
         dist.all_gather(lengths, mine)
@@ -92,6 +99,62 @@ class Group:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         dist.recv(data, origin)
         return _read(data)
+
+
+class LeftBehind(LevelNotReached):
+    """Other ranks have left this meeting, and wait in a later one.
+
+    Attributes:
+        step: that of the later one.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"another rank left it before its end, and waits at step {step}")
+        self.step = step
+
+
+class Meeting:
+    """All ranks at one place of a training, so that who left it is met again: a signal's handler took it out of the one before.
+
+    Each word says where its rank is. Who is ahead waits there for the others, who leave what they wait in.
+
+    Args:
+        group: all ranks.
+        step: of the training.
+        part: of the step: what the ranks meet for, after one another.
+        root: of the checkpoints that they meet for.
+    """
+
+    def __init__(self, group: Ranks, step: int, part: int, root: str) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
+        self._group = group
+        self._place = [step, part, root]
+        self._number = 0
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what every rank gave, by rank.
+
+        Raises:
+            LeftBehind: another rank is at a later place.
+        """
+        if self.world_size == 1:
+            return [data]
+        mine, self._number = [*self._place, self._number], self._number + 1
+        while True:
+            told = [word.partition(b"\n") for word in self._group.gather(json.dumps(mine).encode() + b"\n" + data)]
+            places = [json.loads(place) for place, _, _ in told]
+            if mine != (newest := max(places)):
+                raise LeftBehind(newest[0])
+            if places.count(mine) == len(places):
+                return [given for _, _, given in told]
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """Does as the group does."""
+        self._group.send(data, to)
+
+    def receive(self, num_bytes: int, origin: int) -> torch.Tensor:
+        """Does as the group does."""
+        return self._group.receive(num_bytes, origin)
 
 
 def _read(received: torch.Tensor) -> torch.Tensor:
@@ -134,6 +197,11 @@ def together(group: Ranks, work: Callable[[], T]) -> T:
     result, fault = _attempt(work)
     told = group.gather(b"" if fault is None else _describe(fault))
     failed = [rank for rank, text in enumerate(told) if text]
+    if fault is not None and not isinstance(fault, HoldfastError):  # the script is to end, or to leave what it is in
+        try:
+            raise fault
+        finally:
+            fault = None  # its frames would hold it, and with it what they have open
     if fault is not None:
         pass_on(fault)
     if not failed:
@@ -174,18 +242,22 @@ def unanimous(group: Ranks, vote: bool) -> bool:
     return all(data == b"1" for data in group.gather(b"1" if vote else b"0"))
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, HoldfastError | None]:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
     except HoldfastError as error:
         return None, error
+    except Interrupted:  # all ranks leave
+        raise
     except Exception as error:  # noqa: BLE001 - the other ranks must hear of any fault, else they wait for ever
         fault = _fault_of(error)
         fault.__cause__ = error
         return None, fault
+    except BaseException as error:  # noqa: BLE001 - of these too
+        return None, error
 
 
-def _fault_of(error: Exception) -> HoldfastError:
+def _fault_of(error: BaseException) -> HoldfastError:
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceError(
             f"a device has no memory left for the state: {error}",
@@ -194,10 +266,11 @@ def _fault_of(error: Exception) -> HoldfastError:
         )
     if isinstance(error, torch.AcceleratorError):
         return DeviceError(f"a device failed: {error}")
-    return UsageError(f"{type(error).__name__}: {error}")
+    return UsageError(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
-def _describe(fault: HoldfastError) -> bytes:
+def _describe(fault: BaseException) -> bytes:
+    fault = fault if isinstance(fault, HoldfastError) else _fault_of(fault)
     row = (type(fault).__name__, fault.what, fault.where, fault.remedy)
     return json.dumps([text[:4000] for text in row]).encode()
 

@@ -360,6 +360,7 @@ class Saver:
             with torch.inference_mode(False):  # what is made there for later saves may not be written outside of it
                 self._save(handle, durable=durable, why=why)
         except Exception as error:  # noqa: BLE001 - see there
+            handle.give_up(INTERRUPTED)  # at once: one more signal may come
             if of_a_handler(error) is not None:
                 self.give_up(handle, INTERRUPTED)
                 pass_on(error)

@@ -146,8 +146,9 @@ class SaveHandle:
         return self._is_committed
 
     def give_up(self, reason: str) -> None:
-        """This rank will not complete the version."""
-        self._given_up = self._given_up or reason
+        """This rank will not complete the version. The first reason counts, but for that of a save that was broken off."""
+        if self._given_up in ("", INTERRUPTED):
+            self._given_up = reason
 
     def ask_again(self, look_s: float = LOOK_S) -> None:
         """The keeper that was asked may have died: before it told that the version is durable, or before it heard that it is due.

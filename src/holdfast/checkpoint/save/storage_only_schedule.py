@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.base.config import Config
-from holdfast.checkpoint.job.collectives import Ranks
+from holdfast.checkpoint.job.collectives import LeftBehind, Meeting, Ranks
 from holdfast.checkpoint.save.save_schedule import Due, parse_cadence
 from holdfast.core.scheduling import storage_only_steps
 from holdfast.core.scheduling.step_agreement import Appointment
@@ -23,6 +23,7 @@ class MeetingSchedule:
     """The clockwork of one rank.
 
     Args:
+        root: of the checkpoints.
         could: in a job that had memory: whether this rank could have it again. A save is due at the first meeting then.
         clock: monotonic seconds.
 
@@ -34,6 +35,7 @@ class MeetingSchedule:
         self,
         config: Config,
         group: Ranks,
+        root: str,
         *,
         could: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -42,7 +44,7 @@ class MeetingSchedule:
         self._could = could
         self._is_overdue = could is not None
         self._cadence = parse_cadence("durable_every", config.durable_every)
-        self._group = group
+        self._group, self._root = group, root
         self._clock = clock
         self._saved_s = self._met_s = clock()
         self._saved_step: int | None = None
@@ -85,6 +87,11 @@ class MeetingSchedule:
         )
         self._longest = max(self._longest, gap)
         said = json.dumps([word.stop, word.save, following, word.memory]).encode()
-        found = storage_only_steps.outcome([MeetingInput(*json.loads(row)) for row in self._group.gather(said)])
+        try:
+            told = Meeting(self._group, step, 0, self._root).gather(said)
+        except LeftBehind as behind:  # a handler took this rank out of the meeting at which that step was named
+            self._next_step = behind.step
+            return storage_only_steps.Outcome(save=False, stop=False, next_step=behind.step)
+        found = storage_only_steps.outcome([MeetingInput(*json.loads(row)) for row in told])
         self._met_step, self._met_s, self._next_step = step, now, found.next_step
         return found

@@ -41,6 +41,7 @@ from holdfast.checkpoint.device.pinned_writes import PinnedWrites
 from holdfast.checkpoint.entries.types import Gathered
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
+from holdfast.checkpoint.job.collectives import Meeting
 from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.save.save_handle import INTERRUPTED, SaveHandle
@@ -191,13 +192,26 @@ class DirectSaver:
         if self.begun is not handle:
             handle.give_up(INTERRUPTED)
 
+    def has_stored(self, handle: SaveHandle) -> bool:
+        """Return whether a version was committed, though nobody heard so; the handle knows it from then on."""
+        is_stored = False
+        try:
+            is_stored = self.may_stand == handle.version and handle.is_stored()
+        except Exception as error:  # noqa: BLE001 - of a path that is asked when it has just failed
+            pass_on(error)
+            logger.info("whether %s is in storage is not known: %s", handle.version, error)
+        if is_stored:
+            handle.committed()
+        return is_stored
+
     def _failed(self, handle: SaveHandle, error: BaseException) -> None:
         """A save was not made, unless storage has it all the same: a fault of ours or of the device must not end the training."""
+        handle.give_up(INTERRUPTED)  # at once: one more signal may come
         is_ours = isinstance(error, Exception) and of_a_handler(error) is None
         told = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
-        handle.give_up(told if is_ours else INTERRUPTED)  # at once: one more signal may come
-        if self.may_stand == handle.version and handle.is_stored():
-            handle.committed()
+        if is_ours:
+            handle.give_up(told)
+        if self.has_stored(handle):
             logger.info("%s is durable, though its save ended with %s", handle.version, told)
         elif is_ours and not isinstance(error, HoldfastError):
             logger.error("saving %s failed", handle.version, exc_info=error)
@@ -207,7 +221,7 @@ class DirectSaver:
             self._make_room()
 
     def _save(self, version: Version) -> None:
-        group = self._job.group
+        group = Meeting(self._job.group, version.step, 1, self._job.assembly.root)
         gathered = collectives.together(group, self._state.gather)
         self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)
         layout = collectives.together(group, lambda: self._structure_of(gathered)).layout
@@ -297,6 +311,7 @@ class DirectSaver:
         except Fenced as error:
             logger.info("retention is left to the incarnation that runs now: %s", error.what)
         except HoldfastError as error:
+            pass_on(error)
             logger.warning("an old version was not removed: %s", error)
 
     def _make_room(self) -> None:

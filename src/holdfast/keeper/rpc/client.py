@@ -304,7 +304,10 @@ class KeeperClient(KeeperViewer):
                 raise KeeperError("the keeper answered with other bundles than were asked for")
             return tuple(self._locate(refs[found.bundle_id], found, fds) for found in reply.found)
         finally:
-            frames.close_fds(fds)
+            try:
+                frames.close_fds(fds)
+            finally:
+                frames.close_fds(fds)  # a signal's handler may have raised before the first one began
 
     def release(self) -> None:
         """Let memory of what was obtained be used again: it is no longer read. `begin` implies it."""

@@ -489,10 +489,10 @@ def unix_path(address: str) -> str:
     return path
 
 
-def close_fds(fds: Sequence[int]) -> None:
-    """Closes descriptors that came with a frame nobody wants."""
-    for fd in fds:
-        os.close(fd)
+def close_fds(fds: list[int]) -> None:
+    """Closes descriptors that came with a frame nobody wants, and takes them out of the list."""
+    while fds:
+        os.close(fds.pop())
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
