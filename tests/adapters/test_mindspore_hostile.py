@@ -21,7 +21,7 @@ from holdfast.adapters.mindspore.formats.safetensors import decode_safetensors
 from holdfast.adapters.mindspore.groups import MAX_BYTES, decode_group_info
 from holdfast.adapters.mindspore.strategy import decode_json_strategy, decode_strategy
 from holdfast.base.errors import CorruptError, UsageError
-from sample_kit import sampled
+from sample_kit import MORE, sampled
 
 Reader = Callable[[bytes], object]
 READERS: dict[str, Reader] = {
@@ -209,6 +209,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@MORE
 def test_bombs_take_little_memory() -> None:
     answer = subprocess.run(
         [sys.executable, "-c", MEASURE], cwd=SAMPLES.parents[1], capture_output=True, text=True, timeout=100, check=True

@@ -40,6 +40,7 @@ from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Worksh
 from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.tiers.storage.version_store import open_storage
 from ranks_kit import on_all
+from sample_kit import MORE
 
 SCRIPT = str(Path(__file__).with_name("zero_script.py"))
 IS_OF_USER = Reach(used=(), kept=(), named={}).is_of_user
@@ -555,11 +556,12 @@ ALL_RANKS_ARE_UNSURE = (
 )
 
 
+@MORE
 @pytest.mark.parametrize(
     ("source", "doubt"),
     [
         (ONE_RANK_IS_UNSURE, "'args.factor[0]' changes in the loop"),
-        pytest.param(ALL_RANKS_ARE_UNSURE, "'the shape of factor' changes in the loop", marks=pytest.mark.slow),
+        (ALL_RANKS_ARE_UNSURE, "'the shape of factor' changes in the loop"),
     ],
     ids=["one rank", "another shape on all ranks"],
 )

@@ -194,7 +194,6 @@ SAMPLE = {
     "a name that is set under a condition, an attribute of nothing",
     "nanoGPT",
     "loop of an imported module",
-    "replay buffer",
 }
 NONE = {
     "generator": (

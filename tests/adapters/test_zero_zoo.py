@@ -21,11 +21,10 @@ LIFE = str(Path(__file__).with_name("zero_life.py"))
 # A sample of all kinds; the others are slow.
 SAMPLE = {
     "global counter", "global set in the loop, read in a function", "closure with nonlocal", "namespace that counts",
-    "rare change that cannot be carried", "del of an earlier name", "early stopping",
     "killed behind the loop, number of the loss", "killed behind the loop, loss as it is", "resumes by itself, far",
     "shorter at the second time", "loop of a module", "function of an installed package that counts",
-    "optimizer that keeps a number where it kept a tensor", "settings whose attributes are their items", "submodule in use changes", "head that is used at times, zeroed before the step", "tensor that is resized", "settings by exec",
-    "list of two names that changes late", "lines of csv, rehearsed",
+    "settings whose attributes are their items", "submodule in use changes", "head that is used at times, zeroed before the step", "tensor that is resized", "settings by exec",
+    "list of two names that changes late",
     "size of a log", "file of its own that is there", "time in a closure, and a loss by it", "times that are told",
 }  # fmt: skip
 WITH_A_KEEPER = {

@@ -1026,6 +1026,11 @@ def beside(job: TwoNets, work: Callable[[], object]) -> None:
 def weights_that_are_written_past_torchs_counts_give_the_version_up() -> None:
     each_alone()
     written_past_counts(clamp_all, "all")
+
+
+@case
+def a_weight_or_all_of_another_stream_that_are_written_past_torchs_counts_give_the_version_up() -> None:
+    each_alone()
     written_past_counts(lambda job: job.nets[1].weight.data.mul_(2), "one")  # type: ignore[operator]
     written_past_counts(lambda job: beside(job, lambda: clamp_all(job)), "beside")
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,12 @@ CLEAR = "optimizer.zero_grad()"
     ("most", "steps", "clear_before", "clear_behind", "report", "is_told"),
     [
         (8, "(step + 1) % 4 == 0", "", CLEAR, "checkpointer.step(step)", True),
-        (8, "step % 2 == 0", "", CLEAR, "checkpointer.step(step)", True),
+        pytest.param(8, "step % 2 == 0", "", CLEAR, "checkpointer.step(step)", True, marks=MORE),
         (1024, "step % 2 == 0", "", CLEAR, "checkpointer.step(step)", False),  # they are carried
-        (8, "(step + 1) % 4 == 0", "", CLEAR, "(step + 1) % 4 or checkpointer.step(step)", False),
-        (8, "True", CLEAR, "", "checkpointer.step(step)", False),
+        pytest.param(
+            8, "(step + 1) % 4 == 0", "", CLEAR, "(step + 1) % 4 or checkpointer.step(step)", False, marks=MORE
+        ),
+        pytest.param(8, "True", CLEAR, "", "checkpointer.step(step)", False, marks=MORE),
         (8, "step not in (3, 9)", CLEAR, "", "checkpointer.step(step)", False),  # as a scaler of gradients does
         (8, "False", "", "", "checkpointer.step(step)", False),  # its steps are made in another way
     ],
@@ -93,16 +96,16 @@ def live(tmp_path: Path, life: str, way: str, world: int, kill: int) -> list[dic
     ("way", "world"),
     [
         ("plain", 1),
-        ("first", 1),
-        ("two", 1),
-        ("heads", 1),
+        pytest.param("first", 1, marks=MORE),
+        pytest.param("two", 1, marks=MORE),
+        pytest.param("heads", 1, marks=MORE),
         ("zeros", 1),
         ("scaler", 1),
-        ("channels", 1),
+        pytest.param("channels", 1, marks=MORE),
         ("ddp", 2),
-        ("no_sync", 2),
+        pytest.param("no_sync", 2, marks=MORE),
         ("no_sync_buckets", 2),
-        ("buckets", 2),
+        pytest.param("buckets", 2, marks=MORE),
         ("fsdp", 2),
     ],
 )
@@ -154,11 +157,12 @@ class Loop:
         return checkpointer
 
 
-@pytest.mark.parametrize("level", ["memory", "storage"])
 @pytest.mark.parametrize(
-    ("clear", "none"),
+    ("level", "clear", "none"),
     sampled(
-        [("before", True), ("before", False), ("behind", True), ("behind", False)], ("before", True), ("behind", False)
+        product(["memory", "storage"], ["before", "behind"], [True, False]),
+        ("memory", "before", True),
+        ("storage", "behind", False),
     ),
 )
 def test_gradients_that_were_used_up_cost_nothing(
@@ -279,8 +283,10 @@ def by_hand(net: Heads, _: torch.optim.Optimizer, number: int) -> None:
             parameter.grad = None
 
 
-@pytest.mark.parametrize("at", sampled([0, 1, 4, 5], 1, 4))
-@pytest.mark.parametrize("turn", [in_place, by_data, clipped, by_hand])
+@pytest.mark.parametrize(
+    ("turn", "at"),
+    sampled(product([in_place, by_data, clipped, by_hand], [0, 1, 4, 5]), (in_place, 4), (clipped, 1), (by_hand, 4)),
+)
 def test_gradients_that_are_read_beside_those_of_the_next_step_are_as_they_were(
     make: Make, turn: Callable[[Heads, torch.optim.Optimizer, int], None], at: int
 ) -> None:
@@ -308,7 +314,7 @@ def test_gradients_that_are_read_beside_those_of_the_next_step_are_as_they_were(
     assert all(map(torch.equal, net.parameters(), whole.parameters()))
 
 
-@pytest.mark.parametrize("at", [3, 5])
+@pytest.mark.parametrize("at", sampled([3, 5], 5))
 def test_what_lives_here_gives_way_to_what_lived_in_the_version_that_is_gone_back_to(make: Make, at: int) -> None:
     whole = Loop().run(0, 12)
     loop = Loop()
@@ -321,7 +327,7 @@ def test_what_lives_here_gives_way_to_what_lived_in_the_version_that_is_gone_bac
     assert all(map(torch.equal, loop.run(at + 1, 12, checkpointer), whole))
 
 
-@pytest.mark.parametrize("none", [True, False])
+@pytest.mark.parametrize("none", sampled([True, False], False))
 def test_gradients_that_were_used_up_go_where_the_script_goes_back_before_it_clears_them(
     make: Make, none: bool
 ) -> None:
@@ -338,7 +344,9 @@ def test_gradients_that_were_used_up_go_where_the_script_goes_back_before_it_cle
     assert all(map(torch.equal, loop.run(4, 8, checkpointer), whole))
 
 
-@pytest.mark.parametrize(("clear", "none"), [("never", True), ("second", True), ("second", False)])
+@pytest.mark.parametrize(
+    ("clear", "none"), sampled([("never", True), ("second", True), ("second", False)], ("second", False))
+)
 def test_gradients_that_a_script_does_not_clear_at_each_step_live_on(make: Make, clear: str, none: bool) -> None:
     whole = Loop(clear=clear, none=none).run(0, 36)
     loop = Loop(clear=clear, none=none)
@@ -367,7 +375,7 @@ def test_a_version_that_lacks_gradients_says_so_when_it_is_restored(
     assert "when this version was saved, and are lost: they have more than" in caplog.text
 
 
-@pytest.mark.parametrize("change", ["added", "cleared"])
+@pytest.mark.parametrize("change", sampled(["added", "cleared"], "added"))
 def test_gradients_that_changed_behind_the_last_step_are_not_taken_for_its_own(
     make: Make, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
@@ -408,7 +416,7 @@ def test_gradients_of_odd_kinds_are_not_carried(make: Make, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("used", sampled([True, False], True))
 def test_sparse_gradients_go_where_the_script_goes_back(make: Make, used: bool) -> None:
     model = torch.nn.Embedding(4, 4, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -422,7 +430,7 @@ def test_sparse_gradients_go_where_the_script_goes_back(make: Make, used: bool) 
     assert model.weight.grad is None
 
 
-@pytest.mark.parametrize("reported", [True, False])
+@pytest.mark.parametrize("reported", sampled([True, False], True))
 def test_a_save_of_a_step_that_is_known_has_nothing_of_the_backward_pass_behind_it(make: Make, reported: bool) -> None:
     """As a signal's handler, or another thread, saves it between a backward pass and its optimizer's step."""
     model = torch.nn.Linear(4, 4)
@@ -498,8 +506,11 @@ def test_a_version_that_another_thread_saves_has_no_gradient_that_lives_and_says
     assert "another thread saves" in caplog.text
 
 
-@pytest.mark.parametrize("unscaled", [False, True])
-@pytest.mark.parametrize("overflows", [(True,), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize(
+    ("overflows", "unscaled"),
+    sampled(product([(True,), (False, True), (True, True)], [False, True]), ((True,), False), ((False, True), True)),
+    ids=str,
+)
 def test_gradients_of_a_step_that_a_scaler_left_out_are_used_up(
     make: Make, overflows: tuple[bool, ...], *, unscaled: bool
 ) -> None:
@@ -549,7 +560,7 @@ class AllScaler(torch.amp.GradScaler):
             super().step(optimizer)
 
 
-@pytest.mark.parametrize("way", ["own", "named", "all"])
+@pytest.mark.parametrize("way", sampled(["own", "named", "all"], "named", "all"))
 def test_a_scaler_that_steps_in_its_own_way_is_left_to_it(
     make: Make, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
@@ -695,6 +706,7 @@ def test_a_scaler_whose_step_was_patched_with_the_attributes_of_ours_is_seen() -
         steps.close()
 
 
+@MORE
 @pytest.mark.filterwarnings("ignore")  # of what torch compiles, about torch itself
 def test_a_step_that_a_scaler_leaves_out_in_what_torch_compiles_is_seen(make: Make) -> None:
     model, optimizer = _linear()
@@ -1010,12 +1022,14 @@ def weights_of_losses(make: Make, at: int) -> tuple[list[torch.Tensor], list[tor
     return ends[0], ends[1]
 
 
+@MORE
 @pytest.mark.parametrize("at", [3, 6])
 def test_what_a_script_never_clears_beside_what_it_clears_lives_on(make: Make, at: int) -> None:
     whole, again = weights_of_losses(make, at)
     assert all(map(torch.equal, whole, again))
 
 
+@MORE
 def test_a_version_of_before_it_was_known_that_a_gradient_is_never_cleared_is_told(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1024,7 +1038,7 @@ def test_a_version_of_before_it_was_known_that_a_gradient_is_never_cleared_is_to
     assert caplog.text.count("does not clear the gradient of weights.weights") == 1
 
 
-@pytest.mark.parametrize("is_cleared", [False, True])
+@pytest.mark.parametrize("is_cleared", sampled([False, True], False))
 def test_torch_may_swap_other_tensors_into_the_place_of_gradients_and_parameters(
     make: Make, *, is_cleared: bool
 ) -> None:
@@ -1081,7 +1095,7 @@ def test_a_copy_of_a_gradient_that_was_used_up_lives(make: Make) -> None:
     checkpointer.abandon()
 
 
-@pytest.mark.parametrize("clear", sampled(["never", "second", "behind", "before"], "never", "before"))
+@pytest.mark.parametrize("clear", sampled(["never", "second", "behind", "before"], "never"))
 @pytest.mark.parametrize("ends", [pytest.param((2, 3), marks=MORE), pytest.param((2, 3, 5), marks=MORE), (2, 4, 5)])
 def test_what_a_version_lacked_is_told_also_by_those_that_were_saved_before_it_was_known(
     make: Make, caplog: pytest.LogCaptureFixture, ends: tuple[int, ...], clear: str

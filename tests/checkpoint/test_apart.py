@@ -8,6 +8,7 @@ import pytest
 
 import holdfast
 from kit.checkpointers import Make, Trainee
+from sample_kit import MORE, sampled
 
 SAID = "goes on at step"
 
@@ -18,7 +19,7 @@ def restored(make: Make, path: Path) -> tuple[Trainee, holdfast.Checkpointer, in
     return trainee, checkpointer, checkpointer.restore()
 
 
-@pytest.mark.parametrize("steps", [(3, 2), (0, 2), (2, 2)])
+@pytest.mark.parametrize("steps", [(3, 2), *(pytest.param(steps, marks=MORE) for steps in ((0, 2), (2, 2)))])
 def test_two_that_go_on_at_different_steps_are_told(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: tuple[int, int]
 ) -> None:
@@ -51,7 +52,7 @@ def test_a_training_that_begins_behind_the_steps_of_another_one_is_not_told(
     assert SAID not in caplog.text
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_first", sampled([True, False], True))
 def test_a_teacher_that_is_not_trained_is_not_told(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_first: bool
 ) -> None:

@@ -300,7 +300,6 @@ def saved_twice(make: Make) -> tuple[Trainee, Any, bytes]:
             "KeeperClient.obtain",
             "KeeperClient.resume",
         ],
-        "KeeperLink.assembled",
         "KeeperClient.obtain",
     ),
 )
@@ -331,7 +330,8 @@ def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(KeeperLink, "recollect"), (Saver, "reserve"), (KeeperClient, "inventory")]
+    ("owner", "name"),
+    sampled([(KeeperLink, "recollect"), (Saver, "reserve"), (KeeperClient, "inventory")], (Saver, "reserve")),
 )
 def test_a_keeper_that_dies_in_the_first_restore_of_a_process_is_replaced(
     make: Make, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
@@ -406,6 +406,7 @@ def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(ma
     assert (tmp_path / "job" / "i000002-s0000000002" / "manifest.json").exists()
 
 
+@MORE
 def test_a_keeper_that_dies_within_a_save_is_replaced_before_the_next_one(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

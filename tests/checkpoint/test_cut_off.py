@@ -12,6 +12,7 @@ import forked
 from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.tiers.storage.version_store import open_storage
+from sample_kit import MORE
 
 WORKER = str(Path(__file__).with_name("cut_off_worker.py"))
 WHY = "the keeper of node0 cannot reach that of node1: no keeper listens"
@@ -55,6 +56,7 @@ def test_it_is_refused_where_memory_is_required(tmp_path: Path, runtime_dir: Pat
         assert REMEDY in rank["error"]
 
 
+@MORE
 def test_a_firewall_that_drops_what_the_first_node_sends_is_no_reason_not_to_begin(
     tmp_path: Path, runtime_dir: Path
 ) -> None:

@@ -335,7 +335,9 @@ def test_a_handler_that_closes_within_a_save_keeps_the_version_before(
     assert any("step 2 is not saved: close was called in the middle" in each.message for each in caplog.records)
 
 
-@pytest.mark.parametrize("where", [("_require_alive", "call"), ("_framed", "call"), ("saves", "return")])
+@pytest.mark.parametrize(
+    "where", [("_require_alive", "call"), pytest.param(("_framed", "call"), marks=MORE), ("saves", "return")]
+)
 def test_a_handler_that_closes_at_any_moment_of_a_save_waits_for_nothing_of_its_own(
     make: Make, where: tuple[str, str]
 ) -> None:
@@ -530,7 +532,7 @@ def test_one_version_of_so_many_minutes_is_kept(make: Make, tmp_path: Path) -> N
     assert versions(tmp_path / "job") == kept
 
 
-@pytest.mark.parametrize("num_before", [0, 1], ids=["before the first save", "later"])
+@pytest.mark.parametrize("num_before", sampled([0, 1], 1), ids=["before the first save", "later"])
 def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(
     make: Make, num_before: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -641,6 +643,7 @@ def test_the_last_version_is_saved_though_its_keeper_answered_too_late(make: Mak
     assert versions(tmp_path / "job")[-1] == Version(1, 1)
 
 
+@MORE
 def test_the_end_waits_for_no_slots_of_a_keeper_that_is_frozen(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import typing
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ from holdfast.tiers.storage.read_limit import ReadLimit
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
 from kit.strikes import Strike, called, exits, strikes
+from sample_kit import MORE, sampled
 
 DEADLINE_S = 60.0
 
@@ -123,10 +125,14 @@ def test_what_a_handler_raises_while_storage_says_nothing_waits_for_no_answer() 
 @pytest.mark.parametrize(
     ("call", "moment", "error"),
     [
-        (lambda _, saved: saved.wait("durable", 6.0), Announced.wait, LevelNotReached("the script's own")),
+        pytest.param(
+            lambda _, saved: saved.wait("durable", 6.0), Announced.wait, LevelNotReached("the script's own"), marks=MORE
+        ),
         (lambda checkpointer, _: checkpointer.close(), Announced.wait, LevelNotReached("the script's own")),
         (lambda checkpointer, _: checkpointer.save(1, "durable"), KeeperClient.persist, KeeperLost("the script's own")),
-        (lambda checkpointer, _: checkpointer.save(2), KeeperClient.begin, KeeperLost("the script's own")),
+        pytest.param(
+            lambda checkpointer, _: checkpointer.save(2), KeeperClient.begin, KeeperLost("the script's own"), marks=MORE
+        ),
     ],
     ids=["wait", "close", "persist", "begin"],
 )
@@ -282,9 +288,12 @@ class _Struck(torch.optim.Optimizer):
             signal.raise_signal(signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("memory_budget", ["1GiB", "1KiB"])
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize(
+    ("leaves", "step", "memory_budget"),
+    sampled(
+        product([False, True], [0, 1], ["1GiB", "1KiB"]), (False, 0, "1KiB"), (False, 1, "1GiB"), (True, 1, "1KiB")
+    ),
+)
 def test_what_a_handler_saves_in_the_middle_of_an_optimizers_step_is_given_up(
     make: Make, caplog: pytest.LogCaptureFixture, memory_budget: str, step: int, leaves: bool
 ) -> None:
@@ -336,7 +345,7 @@ class _Both(torch.optim.Optimizer):
             self._inner[1].step()
 
 
-@pytest.mark.parametrize("reported", [False, True])
+@pytest.mark.parametrize("reported", sampled([False, True], True))
 def test_what_a_handler_saves_between_two_steps_within_one_is_given_up(make: Make, *, reported: bool) -> None:
     """What it reports is no step, and is reported by the script afterwards."""
     model = torch.nn.Linear(1, 1)
@@ -490,7 +499,7 @@ def test_a_handler_that_closes_at_the_edge_of_a_save_waits_for_no_other_thread_t
     assert checkpointer._run.last.reached is Level.DURABLE
 
 
-@pytest.mark.parametrize("of", ["flush", "step", "wait"])
+@pytest.mark.parametrize("of", sampled(["flush", "step", "wait"], "flush", "step"))
 def test_a_handler_that_closes_where_its_thread_holds_what_another_one_needs_to_close_does_not_wait(
     make: Make, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
@@ -579,7 +588,7 @@ def test_close_takes_no_handler_away_that_the_script_has_set_meanwhile(make: Mak
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("closed", ["first", "second", ""])
+@pytest.mark.parametrize("closed", sampled(["first", "second", ""], "second"))
 def test_whichever_checkpointer_makes_steps_hears_sigterm(make: Make, tmp_path: Path, closed: str) -> None:
     """Though another one was made before or behind it, and whether or not that one has closed."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -626,7 +635,9 @@ class Alarm(TimeoutError):
 
 
 @pytest.mark.parametrize("every", [97, pytest.param(11, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{}, {"memory_budget": "1KB"}], ids=["memory", "storage"])
+@pytest.mark.parametrize(
+    "options", sampled([{}, {"memory_budget": "1KB"}], {"memory_budget": "1KB"}), ids=["memory", "storage"]
+)
 def test_an_error_that_a_handler_raises_within_a_save_leaves_it_as_it_is(
     make: Make, options: dict[str, Any], every: int
 ) -> None:

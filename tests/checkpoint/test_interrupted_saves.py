@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,17 +23,26 @@ from holdfast.core.model import Level
 from holdfast.tiers.storage.version_store import Storage
 from kit.checkpointers import Make, Trainee
 from kit.strikes import Strike, called
+from sample_kit import sampled
 
 TIMEOUT_S = 8.0
 STORAGE = {"memory_budget": "1KB"}
 BEFORE_COMMIT = [Run.saves, DirectSaver.save, DirectSaver._write, Storage.commit]
 BEHIND_COMMIT = [Storage._take_back_if_retired, DirectSaver._retire, SaveHandle.committed]
-ERRORS = pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+ERRORS = [KeyboardInterrupt, TimeoutError]
+MOMENTS = [*BEFORE_COMMIT, *BEHIND_COMMIT]
+IN_MEMORY = [Run.saves, Saver.save, Saver._widen, Saver._copy]
 
 
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-@pytest.mark.parametrize("moment", [*BEFORE_COMMIT, *BEHIND_COMMIT])
-@ERRORS
+@pytest.mark.parametrize(
+    ("error", "moment", "encrypted"),
+    sampled(
+        product(ERRORS, MOMENTS, [False, True]),
+        *((ERRORS[at % 2], moment, at % 3 == 0) for at, moment in enumerate(MOMENTS)),
+        (KeyboardInterrupt, DirectSaver._write, True),
+        (TimeoutError, DirectSaver._retire, False),
+    ),
+)
 def test_to_storage_alone_a_step_whose_save_is_broken_off_is_whole_after_the_close(
     make: Make, tmp_path: Path, error: type[BaseException], moment: Any, *, encrypted: bool
 ) -> None:
@@ -121,8 +131,10 @@ def test_a_version_whose_commit_a_fault_of_storage_follows_is_durable_and_stays_
     assert other.fingerprint() == expected
 
 
-@pytest.mark.parametrize("moment", [Run.saves, Saver.save, Saver._widen, Saver._copy])
-@ERRORS
+@pytest.mark.parametrize(
+    ("error", "moment"),
+    sampled(product(ERRORS, IN_MEMORY), *((ERRORS[at % 2], moment) for at, moment in enumerate(IN_MEMORY))),
+)
 def test_in_memory_a_save_that_is_broken_off_is_given_up_and_made_at_the_close(
     make: Make, error: type[BaseException], moment: Any
 ) -> None:

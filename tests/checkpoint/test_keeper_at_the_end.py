@@ -24,6 +24,7 @@ from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee, leave, wait_gone
 from kit.late_copies import Held, fill, trusted
+from sample_kit import MORE, sampled
 
 DEADLINE_S = 60.0
 
@@ -59,7 +60,7 @@ def newest(path: Path) -> Version:
     return open_storage(path, Events()).versions()[-1]
 
 
-@pytest.mark.parametrize("level", ["captured", "durable"])
+@pytest.mark.parametrize("level", sampled(["captured", "durable"], "durable"))
 def test_the_last_version_is_saved_again_if_its_keeper_died_before_it_was_sealed(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
@@ -83,7 +84,7 @@ def test_the_last_version_is_saved_again_if_its_keeper_died_before_it_was_sealed
     assert newest(tmp_path / "job") == Version(1, 1)
 
 
-@pytest.mark.parametrize("moment", ["begin", "copied"])
+@pytest.mark.parametrize("moment", sampled(["begin", "copied"], "copied"))
 def test_one_rank_saves_the_last_step_again_if_its_keeper_dies_as_it_is_saved(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -102,7 +103,7 @@ def test_one_rank_saves_the_last_step_again_if_its_keeper_dies_as_it_is_saved(
     assert newest(tmp_path / "job") == Version(1, 1)
 
 
-@pytest.mark.parametrize("moment", ["before", "between"])
+@pytest.mark.parametrize("moment", sampled(["before", "between"], "between"))
 def test_a_keeper_that_dies_while_the_last_version_is_waited_for_is_replaced(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_keeper_that_a_signal_stopped_is_continued_at_the_end(make: Make, tmp_
     assert newest(tmp_path / "job") == Version(1, 0)
 
 
+@MORE
 def test_a_keeper_that_a_signal_stops_while_it_is_waited_for_is_continued_and_told_of(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,7 +171,7 @@ def test_a_keeper_that_a_signal_stops_while_it_is_waited_for_is_continued_and_to
     leave(checkpointer)
 
 
-@pytest.mark.parametrize("fate", ["killed", "stopped"])
+@pytest.mark.parametrize("fate", sampled(["killed", "stopped"], "stopped"))
 def test_flush_waits_for_no_keeper_that_is_gone_or_stopped(make: Make, tmp_path: Path, fate: str) -> None:
     """Nobody but a save looked for the next one, and no save comes while this waits."""
     _, checkpointer = captured(make)
@@ -194,7 +196,7 @@ def test_what_is_durable_is_told_once_whoever_is_asked_again(make: Make) -> None
     assert told == [Version(1, 0)]
 
 
-@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize("flushes", sampled([False, True], True))
 def test_what_is_in_storage_is_durable_though_no_keeper_is_left_that_knows(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, flushes: bool
 ) -> None:
@@ -347,7 +349,7 @@ def test_nobody_waits_for_a_version_that_its_keeper_had_not_sealed(make: Make, m
     leave(checkpointer)
 
 
-@pytest.mark.parametrize("is_stored", [False, True], ids=["not heard of", "not told of"])
+@pytest.mark.parametrize("is_stored", sampled([False, True], True), ids=["not heard of", "not told of"])
 def test_what_a_dead_keeper_was_asked_to_store_is_told_of_without_another_call(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_stored: bool
 ) -> None:
@@ -397,6 +399,7 @@ def test_a_version_that_is_saved_again_at_the_end_is_told_of_once(make: Make, mo
     assert told == [None]
 
 
+@MORE
 def test_a_script_does_not_end_well_if_another_checkpointer_could_not_save(make: Make, tmp_path: Path) -> None:
     """One of several ends the script, after SIGTERM, and what the others hold in memory goes with it."""
     trainees = {name: Trainee() for name in "ab"}
@@ -523,7 +526,7 @@ def test_what_another_checkpointer_still_copies_and_gives_up_is_not_what_becomes
     leave(other)
 
 
-@pytest.mark.parametrize("saves_to", ["memory", "storage"])
+@pytest.mark.parametrize("saves_to", sampled(["memory", "storage"], "storage"))
 def test_a_script_does_not_end_well_if_another_checkpointer_gave_up_all(
     make: Make, tmp_path: Path, saves_to: str
 ) -> None:

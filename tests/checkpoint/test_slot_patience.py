@@ -23,6 +23,7 @@ from holdfast.keeper.rpc.client import NoSlotYet
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
+from sample_kit import sampled
 
 BEGIN_S = 0.2
 SLOW_DISK = Path(__file__).parent.parent / "kit" / "slow_disk"
@@ -101,7 +102,7 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "held"
 
 
-@pytest.mark.parametrize("width", [32, 600], ids=["in the call", "late"])
+@pytest.mark.parametrize("width", sampled([32, 600], 600), ids=["in the call", "late"])
 def test_a_storage_that_takes_long_does_not_hold_training_up(
     make: Make, tmp_path: Path, held: Path, caplog: pytest.LogCaptureFixture, width: int
 ) -> None:
@@ -184,7 +185,7 @@ def test_storage_gets_another_version_if_the_one_that_was_due_found_no_slot(
     checkpointer.close()
 
 
-@pytest.mark.parametrize("num_elements", [8, 1 << 19], ids=["planned", "grown"])
+@pytest.mark.parametrize("num_elements", sampled([8, 1 << 19], 1 << 19), ids=["planned", "grown"])
 def test_with_room_in_the_budget_a_third_slot_takes_saves_while_storage_writes(
     make: Make, held: Path, num_elements: int
 ) -> None:
@@ -230,7 +231,7 @@ def left_out(
     return checkpointer, step
 
 
-@pytest.mark.parametrize("width", [32, 600], ids=["narrow", "wide"])
+@pytest.mark.parametrize("width", sampled([32, 600], 600), ids=["narrow", "wide"])
 def test_what_is_come_back_to_is_as_it_was_at_its_step(make: Make, held: Path, width: int) -> None:
     """Behind the last step a script draws numbers, takes batches, and estimates the statistics of its layers once more."""
     trainee, average = Trainee(width), Average(8)
@@ -249,7 +250,7 @@ def test_what_is_come_back_to_is_as_it_was_at_its_step(make: Make, held: Path, w
     assert torch.equal(torch.randn(4), drawn)
 
 
-@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("is_written", sampled([False, True], True))
 def test_what_is_large_and_was_written_since_is_not_come_back_to(
     make: Make, tmp_path: Path, held: Path, caplog: pytest.LogCaptureFixture, is_written: bool
 ) -> None:
@@ -310,7 +311,7 @@ def test_the_last_save_comes_back_to_a_step_that_was_left_out_when_it_was_report
     assert again.fingerprint() == kept
 
 
-@pytest.mark.parametrize("trains_on", [False, True])
+@pytest.mark.parametrize("trains_on", sampled([False, True], False))
 def test_what_was_left_out_for_good_is_said_and_the_newest_whole_version_is_durable(
     make: Make, tmp_path: Path, held: Path, caplog: pytest.LogCaptureFixture, trains_on: bool
 ) -> None:

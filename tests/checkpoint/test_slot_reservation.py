@@ -19,6 +19,7 @@ from holdfast.testing.faults.rig import start_hurtable
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
 from kit.checkpointers import Make, Trainee
+from sample_kit import sampled
 
 BOUND_S = 0.2
 
@@ -81,7 +82,7 @@ def test_a_save_that_waits_for_its_memory_says_so_once(
     assert "holdfast doctor" in told
 
 
-@pytest.mark.parametrize("is_due", [False, True])
+@pytest.mark.parametrize("is_due", sampled([False, True], True))
 def test_the_last_step_is_saved_as_it_was_although_its_memory_came_after_it(
     make: Make, memory: Memory, tmp_path: Path, is_due: bool
 ) -> None:

@@ -88,7 +88,7 @@ def test_every_command_but_run_speaks_json() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    sampled([["status"], ["ls"], ["inspect"], ["verify"], ["doctor"], ["--help"]], ["status"], ["verify"], ["doctor"]),
+    sampled([["status"], ["ls"], ["inspect"], ["verify"], ["doctor"], ["--help"]], ["verify"], ["doctor"]),
     ids=lambda a: a[0],
 )
 def test_commands_that_look_load_neither_torch_nor_numpy(

@@ -17,6 +17,7 @@ import typer
 
 from holdfast.base.errors import StorageFull
 from holdfast.cli import console
+from sample_kit import sampled
 
 
 class Terminal(io.StringIO):
@@ -102,7 +103,11 @@ def test_columns_line_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["--help"], ["ls", "/no/such/path", "--json"]], ids=["help", "json"])
+@pytest.mark.parametrize(
+    "arguments",
+    sampled([["--help"], ["ls", "/no/such/path", "--json"]], ["ls", "/no/such/path", "--json"]),
+    ids=["help", "json"],
+)
 def test_an_answer_that_does_not_fit_on_the_disk_is_told_without_a_traceback(arguments: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "holdfast.cli.cli", *arguments]

@@ -354,12 +354,12 @@ def test_plan_reads_json_stages_and_more_meshes(holdfast: Run, tmp_path: Path) -
     [
         ('tp = "shard(0)"', 'ep = "shard(0)"', "no axis 'ep'"),
         ("shard(0)", "shard(5)", "no dimension"),
-        ("shard(0)", "shredded", "no placement"),
-        ("repeat = 3", "repeat = 3\ncolour = 1", "colour"),
-        ("layers.{i}", "layers", "needs {i}"),
+        pytest.param("shard(0)", "shredded", "no placement", marks=MORE),
+        pytest.param("repeat = 3", "repeat = 3\ncolour = 1", "colour", marks=MORE),
+        pytest.param("layers.{i}", "layers", "needs {i}", marks=MORE),
         ("repeat = 3", "repeat = 1000000000", "repeat"),
         ("[[tensors]]", "[[tensors", "describes no job"),
-        ('dtype = "F32"\nshape = [8]', 'dtype = "F31"\nshape = [8]', "no dtype"),
+        pytest.param('dtype = "F32"\nshape = [8]', 'dtype = "F31"\nshape = [8]', "no dtype", marks=MORE),
         ('scalars = ["step"]', 'place = { ep = "own" }', "no mesh has an axis 'ep'"),
     ],
 )

@@ -23,9 +23,14 @@ from holdfast.core.layout.placement import OWN, REPLICATE, Kind, Placement, held
 from holdfast.core.layout.redundancy_groups import Census
 from holdfast.core.model import DTYPE_BYTES, BundleRef, Shard, Topology
 
-# The same cases in every run; a failure is kept as a test of its own, not in a database.
+# The same cases in every run, twice as many with `--slow`; a failure is kept as a test of its own, not in a database.
+NUM_CASES = settings().max_examples * 3 // 5
 CASES = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=NUM_CASES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 Ranks = tuple[int, ...]
 

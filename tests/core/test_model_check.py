@@ -98,7 +98,6 @@ QUICK = (
     "a node does not wait for second copies", "a second copy is written to storage", "parity, and a keeper dies",
     "parity, and a trainer dies", "saves overlap the sealing", "storage of any slowness",
     "the keeper of one node dies between two deaths of trainers", "three ranks", "two of three ranks on one node",
-    "two ranks that skip and fail",
 )  # fmt: skip
 
 

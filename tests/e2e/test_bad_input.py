@@ -287,7 +287,7 @@ def test_a_full_disk_costs_the_durable_level_until_there_is_space_again(make: Ma
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("memory_budget", ["", "1MB"])
+@pytest.mark.parametrize("memory_budget", sampled(["", "1MB"], ""))
 def test_what_an_earlier_start_left_half_written_does_not_keep_a_disk_full(
     memory_budget: str, make: Make, tmp_path: Path
 ) -> None:
@@ -422,6 +422,7 @@ checkpointer.close()
 """
 
 
+@MORE
 def test_a_second_job_on_the_same_path(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "job"
     command = [sys.executable, "-c", FIRST_JOB, str(root)]
@@ -478,9 +479,7 @@ def spoil(job: Path, which: str, how: str) -> Path:
             ("manifest-0.json", "removed"),
         ],
         ("*.safetensors", "swapped"),
-        ("*.safetensors", "removed"),
         ("manifest.json", "truncated"),
-        ("manifest.json", "of another version"),
         ("manifest-0.json", "removed"),
     ),
 )
@@ -541,7 +540,12 @@ def write_hostile(job: Path, image: bytes) -> Version:
 
 @pytest.mark.parametrize(
     "case",
-    ["header of 2^63", "a million names", "overlap", "bundle named as a path", "deep JSON", "offset of 400 bits"],
+    sampled(
+        ["header of 2^63", "a million names", "overlap", "bundle named as a path", "deep JSON", "offset of 400 bits"],
+        "header of 2^63",
+        "overlap",
+        "bundle named as a path",
+    ),
 )
 def test_a_hostile_file_with_a_right_digest_is_refused_all_the_same(
     make: Make, job: Path, sample: Any, case: str, capsys: Any
@@ -566,7 +570,15 @@ def test_a_hostile_file_with_a_right_digest_is_refused_all_the_same(
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [('"manifest-0.json"', '"../manifest-0.json"'), ('"length":', '"length":-'), ('"world_size":1', '"world_size":0')],
+    sampled(
+        [
+            ('"manifest-0.json"', '"../manifest-0.json"'),
+            ('"length":', '"length":-'),
+            ('"world_size":1', '"world_size":0'),
+        ],
+        ('"manifest-0.json"', '"../manifest-0.json"'),
+        ('"length":', '"length":-'),
+    ),
 )
 def test_a_hostile_manifest_is_refused(make: Make, job: Path, old: str, new: str) -> None:
     rewrite(job / str(BAD) / "manifest.json", old, new)

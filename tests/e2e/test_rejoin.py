@@ -103,6 +103,7 @@ def test_live_twin_restores_every_step_but_never_mid_update(tmp_path: Path, runt
     assert restored(runtime_dir) == [step for cell, at in enumerate((4, 5, 3, 3, 3)) for step in (0, 120 * cell + at)]
 
 
+@MORE
 def test_live_state_has_the_gradients_that_its_step_left(tmp_path: Path, runtime_dir: Path) -> None:
     cells = ["behind:save:100", "adding:save:100"]
     check(tmp_path, cells)

@@ -66,8 +66,6 @@ def checkpointer(root: Path, runtime_dir: Path, objects: dict[str, Any], **optio
         ("memory", "an optimizer inside"),
         ("process", "hooks of both directions"),
         ("process", "torch's own wrapper"),
-        ("memory", "memory that lies otherwise"),
-        ("process", "state_dict of its own, wrapped"),
     ),
 )
 def test_a_job_comes_back_bit_for_bit(kind: str, lost: str, tmp_path: Path, runtime_dir: Path) -> None:

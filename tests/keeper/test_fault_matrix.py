@@ -26,7 +26,7 @@ from planted import faults as planted
 from planted.faults_keeper import BUGS as IN_KEEPERS
 from sample_kit import MORE
 
-DEFAULT = {"kill@commit-0", "ENOSPC@write-1", "flip@memory-1"}
+DEFAULT = {"kill@commit-0", "flip@memory-1"}
 CALM = Cell("", "idle", 0, "lifecycle")
 PLANTED_DEFAULT = ("past-saves",)
 

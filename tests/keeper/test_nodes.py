@@ -35,11 +35,12 @@ from holdfast.keeper.slots.slot_pool import SlotPool
 from holdfast.tiers.format import image as image_format
 from keeper.rig import Rig, Trainer, eventually, reached, save_all
 from kit.nodes import facts_of, reborn, restored
+from sample_kit import MORE, sampled
 
 MakeRig = Callable[..., Rig]
 
 
-@pytest.mark.parametrize("num_nodes", [2, 3])
+@pytest.mark.parametrize("num_nodes", sampled([2, 3], 3))
 def test_every_bundle_reaches_two_nodes_and_storage(make_rig: MakeRig, num_nodes: int) -> None:
     rig = make_rig(num_nodes=num_nodes, per_node=2)
     trainers = rig.start()
@@ -241,7 +242,7 @@ def test_a_copy_that_is_gone_is_named(make_rig: MakeRig) -> None:
         trainers[0].client.obtain(Version(1, 99), [Fetch(ref, seal, Source.PEER, 1)], timeout_s=5)
 
 
-@pytest.mark.parametrize("chunks", [None, ((0, 1),)], ids=["whole", "chunks"])
+@pytest.mark.parametrize("chunks", [pytest.param(None, marks=MORE), ((0, 1),)], ids=["whole", "chunks"])
 def test_a_copy_that_was_not_agreed_on_is_not_taken_for_it(
     make_rig: MakeRig, chunks: tuple[tuple[int, int], ...] | None
 ) -> None:

@@ -17,6 +17,7 @@ from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.caller import dial
 from keeper.rig import Rig, Trainer, eventually, reached, save_all
 from kit.nodes import facts_of, reborn, restored
+from sample_kit import sampled
 
 MakeRig = Callable[..., Rig]
 
@@ -177,7 +178,7 @@ def test_what_does_not_fit_beside_the_slots_is_left(make_rig: MakeRig) -> None:
     assert "0 of 1 bundles fit" in told["reason"]
 
 
-@pytest.mark.parametrize("resumed", [None, "another"])
+@pytest.mark.parametrize("resumed", sampled([None, "another"], "another"))
 def test_a_restore_of_another_version_finds_it_gone(make_rig: MakeRig, resumed: str | None) -> None:
     rig = make_rig()
     trainers = rig.start()

@@ -13,14 +13,14 @@ from redteam.planted import BUGS
 SEED = 11
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(1))
 def test_drawn_combinations_show_nothing_wrong(number: int) -> None:
     assert wrongs(drawn(SEED, number)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", range(2, 60))
+@pytest.mark.parametrize("number", range(1, 60))
 def test_more_combinations_show_nothing_wrong(number: int) -> None:
     assert wrongs(drawn(SEED, number)) == []
 

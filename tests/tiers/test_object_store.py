@@ -165,7 +165,7 @@ def test_a_bucket_that_holds_other_things_is_refused(server: Server, prefix: str
 # Faults between us and the store.
 
 
-@pytest.mark.parametrize("action", sampled(["500", "429", "lost", "reset"], "500", "lost"))
+@pytest.mark.parametrize("action", sampled(["500", "429", "lost", "reset"], "lost"))
 def test_a_version_is_saved_through_failing_requests(server: Server, prefix: str, action: str) -> None:
     store = claimed(prefix)
     with server.planned(lambda request: action if request.number % 3 == 1 else "") as seen:
@@ -175,7 +175,7 @@ def test_a_version_is_saved_through_failing_requests(server: Server, prefix: str
     assert store.versions() == [V1]
 
 
-@pytest.mark.parametrize("action", ["lost", "409"])
+@pytest.mark.parametrize("action", sampled(["lost", "409"], "409"))
 def test_a_commit_whose_reply_is_lost_or_conflicts_is_a_commit(server: Server, prefix: str, action: str) -> None:
     backend = proved(prefix)
     with server.planned(times(1, action, where=lambda request: request.conditional)) as seen:
@@ -496,7 +496,7 @@ def test_a_lock_is_taken_once_though_its_reply_is_lost(server: Server, prefix: s
     assert backend.listing(LOCKS) == [("000002", 0)]
 
 
-@pytest.mark.parametrize("how", ["taken", "removed"])
+@pytest.mark.parametrize("how", sampled(["taken", "removed"], "taken"))
 def test_a_holder_that_lost_its_lock_says_so_and_writes_nothing(
     server: Server, prefix: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
