@@ -168,7 +168,7 @@ def test_where_the_versions_are_gone_their_older_files_do_not_take_their_place(m
         make().load_checkpoint(str(root))
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("asked", sampled([True, False], False))
 def test_a_later_step_of_deepspeeds_own_is_taken_or_named(
     make: Make, tmp_path: Path, asked: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,7 +253,7 @@ def test_what_only_memory_holds_is_found_by_its_tag(make: Make, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("tag", "own_files"),
-    sampled(product(["best", "global_step7"], [True, False]), ("best", True), ("global_step7", False)),
+    sampled(product(["best", "global_step7"], [True, False]), ("global_step7", False)),
 )
 def test_a_tag_of_an_older_save_without_files_is_an_error_that_says_so(
     make: Make, tmp_path: Path, tag: str, own_files: bool

@@ -663,7 +663,6 @@ def misfits() -> dict[str, Misfit]:
     sampled(
         product(["argument", "setting"], misfits()),
         ("setting", "an extra layer"),
-        ("argument", "a missing layer"),
         ("argument", "another shape"),
     ),
 )

@@ -138,9 +138,7 @@ def test_killed_at_drawn_iterations_it_ends_bit_for_bit(seed: int, tmp_path: Pat
     assert run(tmp_path / "killed", kills=kills)[0] == undisturbed
 
 
-@pytest.mark.parametrize(
-    "left_out", sampled([((name,),) for name in KEPT] + [(KEPT,)], (KEPT,), (KEPT[:1],)), ids="-".join
-)
+@pytest.mark.parametrize("left_out", sampled([((name,),) for name in KEPT] + [(KEPT,)], (KEPT,)), ids="-".join)
 def test_a_value_that_is_left_out_is_named(left_out: tuple[str, ...], tmp_path: Path, runtime_dir: Path) -> None:
     kept = [name for name in KEPT if name not in left_out]
     directory = tmp_path / "job"

@@ -14,6 +14,7 @@ import pytest
 import forked
 from holdfast.base.errors import ConfigError, UsageError
 from holdfast.elastic.launch import run_flags
+from sample_kit import sampled
 
 WORKER = Path(__file__).with_name("seen_worker.py")
 TORCHRUN, OURS = "torch.distributed.run", "holdfast.elastic.launch.run_command"
@@ -113,7 +114,11 @@ sys.exit(elastic.main())
 
 
 @pytest.mark.parametrize(
-    ("mine", "flags", "found"), [("", (), "0"), ("3", (), "3"), ("", ("--watchdog=off",), "1"), ("3", ("--watchdog=off",), "3")]
+    ("mine", "flags", "found"),
+    sampled(
+        [("", (), "0"), ("3", (), "3"), ("", ("--watchdog=off",), "1"), ("3", ("--watchdog=off",), "3")],
+        ("3", (), "3"), ("", ("--watchdog=off",), "1"),
+    ),
 )  # fmt: skip
 def test_settings_of_the_users_are_never_overridden_and_none_is_made_without_a_watchdog(
     tmp_path: Path, mine: str, flags: tuple[str, ...], found: str

@@ -16,7 +16,7 @@ from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.caller import dial
 from holdfast.keeper.rpc.client import KeeperClient
 from keeper.rig import Rig, Trainer, eventually, reached, save_all
-from sample_kit import MORE
+from sample_kit import MORE, sampled
 
 MakeRig = Callable[..., Rig]
 
@@ -28,7 +28,7 @@ def leave_and_remove(rig: Rig) -> None:
     shutil.rmtree(rig.root)
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("num_nodes", sampled([1, 2], 2))
 def test_a_job_that_begins_anew_finds_nothing_of_the_old_one(make_rig: MakeRig, num_nodes: int) -> None:
     old = make_rig(num_nodes=num_nodes)
     trainers = old.start()

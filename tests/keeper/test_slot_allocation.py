@@ -22,6 +22,7 @@ from holdfast.tiers.memory import slots as slot_memory
 from holdfast.tiers.memory.slots import Slot
 from keeper.rig import TIMEOUT_S, Rig, Trainer, eventually, reached, save_all
 from keepers_kit import wait_ended
+from sample_kit import sampled
 
 MakeRig = Callable[..., Rig]
 
@@ -154,7 +155,7 @@ def test_a_keeper_that_dies_while_it_makes_memory_leaves_nothing(make_rig: MakeR
     assert len(trainer.client.prepare(3 << 20, 2)) == 2
 
 
-@pytest.mark.parametrize("put_off", [False, True])
+@pytest.mark.parametrize("put_off", sampled([False, True], True))
 def test_a_restore_takes_the_slot_that_is_being_made_and_no_memory_beside_it(make_rig: MakeRig, put_off: bool) -> None:
     rig = make_rig()
     (writer,) = rig.start()
