@@ -79,6 +79,11 @@ def test_handlers_run_behind_what_may_not_be_broken_off_each_of_them() -> None:
     def second(number: int, _: FrameType | None) -> None:
         ran.append("second")
 
+    def come() -> None:
+        for number in (*before, *before):
+            signal.raise_signal(number)
+        ran.append("within")
+
     before = {
         number: signal.signal(number, each) for number, each in ((signal.SIGUSR1, first), (signal.SIGUSR2, second))
     }
