@@ -73,7 +73,7 @@ class MeetingSchedule:
             found = self._meet(
                 meeting, step, now, MeetingInput(stop_wanted, (due and not by_steps) or overdue, memory=could)
             )
-        except BaseException as error:
+        except BaseException as error:  # who waits for this rank is told first
             meeting.leave(error)
             pass_on(error)
             if not isinstance(error, LevelNotReached):
