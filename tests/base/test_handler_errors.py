@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from holdfast.base import handler_errors
 from holdfast.base.events import Events
-from holdfast.base.handler_errors import forgive, of_a_handler, pass_on
+from holdfast.base.handler_errors import forgive, handlers_later, of_a_handler, pass_on
 from kit.strikes import Strike, called
 
 
@@ -64,3 +67,61 @@ def test_what_a_handler_raises_in_an_observer_of_events_is_no_fault_of_the_obser
         events.emit("first")
     events.emit("second")
     assert seen == ["second"]
+
+
+def test_handlers_run_behind_what_may_not_be_broken_off_each_of_them() -> None:
+    ran: list[str] = []
+
+    def first(number: int, _: FrameType | None) -> None:
+        ran.append("first")
+        raise TimeoutError
+
+    def second(number: int, _: FrameType | None) -> None:
+        ran.append("second")
+
+    def come() -> None:
+        for number in (*before, *before):
+            signal.raise_signal(number)
+        ran.append("within")
+
+    before = {
+        number: signal.signal(number, each) for number, each in ((signal.SIGUSR1, first), (signal.SIGUSR2, second))
+    }
+    try:
+        with pytest.raises(TimeoutError), handlers_later():
+            come()
+        assert ran == ["within", "first", "second"]
+        assert [signal.getsignal(number) for number in before] == [first, second]
+    finally:
+        for number, each in before.items():
+            signal.signal(number, each)
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["at its begin", "at its end"])
+def test_a_handler_that_sets_another_one_in_its_place_is_not_undone(
+    monkeypatch: pytest.MonkeyPatch, *, at_end: bool
+) -> None:
+    """As the first Ctrl-C does in many scripts, for the second one to end them."""
+
+    def once(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+
+    set_handler, left = handler_errors._signal.signal, [signal.SIGUSR1]
+
+    def sets(number: int, handler: Any) -> Any:
+        if not at_end and number == signal.SIGUSR1 and left:
+            signal.raise_signal(left.pop())
+        found = set_handler(number, handler)
+        if at_end and handler is once and left:
+            signal.raise_signal(left.pop())
+        return found
+
+    before = signal.signal(signal.SIGUSR1, once)
+    monkeypatch.setattr(handler_errors, "_signal", SimpleNamespace(signal=sets, getsignal=signal.getsignal))
+    try:
+        with handlers_later():
+            pass
+        assert not left
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -9,6 +9,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,28 +59,34 @@ def main(rank: int, results: Path) -> None:
         )
         checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
         checkpointer.restore()
-        told: list[tuple[int, str, bool]] = []
+        told: list[tuple[int, str, bool, bool]] = []
         for step in range(2 * len(MOMENTS)):
             model(torch.ones(8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             victim, moment = MOMENTS[step // 2] if step % 2 == 0 else (-1, None)
             error = (KeyboardInterrupt, TimeoutError)[step // 2 % 2]
+            struck = False
+            strike = Strike(functools.partial(_fails, error), called(moment)) if victim == rank else nullcontext()
             try:
-                if victim == rank:
-                    with Strike(functools.partial(_fails, error), called(moment)):
-                        said = _saved(checkpointer, step)
-                else:
+                with strike:
+                    checkpointer.step(step)
                     said = _saved(checkpointer, step)
             except (KeyboardInterrupt, TimeoutError):
-                said = "struck"
-            told.append((step, said, (root / f"i000001-s{step:010d}" / "manifest.json").exists()))
+                struck, said = True, "struck"
+            last = checkpointer._run.last  # type: ignore[union-attr]
+            if struck and (last is None or last.version.step != step):  # it was struck in `step`: the others save
+                said = _saved(checkpointer, step)
+            # The script's own, which must not be answered by a word of ours.
+            rows = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+            dist.all_gather(rows, torch.tensor([step + rank]))
+            assert [int(row) for row in rows] == [step, step + 1]
+            told.append((step, said, struck, (root / f"i000001-s{step:010d}" / "manifest.json").exists()))
         checkpointer.close()
         (results / f"{rank}.json").write_text(json.dumps(told))
 
 
 def _saved(checkpointer: holdfast.Checkpointer, step: int) -> str:
-    checkpointer.step(step)
     try:
         return checkpointer.save(step, "durable").wait().name
     except LevelNotReached as error:

@@ -9,6 +9,7 @@ import _signal  # type: ignore[import-not-found]  # `signal.getsignal` passes ov
 import functools
 import inspect
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -53,34 +54,36 @@ def handlers_later() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before: dict[int, Any] = {}
     came: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         if number not in came:
             came.append(number)
 
-    found = {number: _signal.getsignal(number) for number in range(1, signal.NSIG)}
-    before = {number: each for number, each in found.items() if callable(each) and not _is_ours(each)}
     try:
-        for number in before:
-            _signal.signal(number, note)
+        for number in range(1, signal.NSIG):
+            if callable(handler := _signal.getsignal(number)) and not _is_ours(handler):
+                before[number] = handler
+                before[number] = _signal.signal(number, note)  # a handler may have set another one in between
         yield
     finally:
-        _put_back(before, came)
+        _put_back(before, note, came)
 
 
-def _put_back(before: dict[int, Any], came: list[int]) -> None:
-    """Sets handlers, then runs those whose signals came; all of them, whatever one raises."""
+def _put_back(before: dict[int, Any], note: Any, came: list[int]) -> None:
+    """Sets handlers where `note` is, then runs those whose signals came; all of them, whatever one raises."""
     try:
-        while before:
-            number, handler = next(iter(before.items()))
-            _signal.signal(number, handler)
-            del before[number]
+        for number, handler in before.items():
+            if _signal.getsignal(number) is note:
+                _signal.signal(number, handler)
         while came:
-            signal.raise_signal(came.pop(0))
+            number = came.pop(0)
+            if callable(now := _signal.getsignal(number)):
+                now(number, sys._getframe())  # a signal of our own would be told to event loops twice
     finally:
-        if before or came:
-            _put_back(before, came)
+        if came or any(_signal.getsignal(number) is note for number in before):
+            _put_back(before, note, came)
 
 
 def _is_ours(handler: Any) -> bool:

@@ -465,7 +465,8 @@ class Checkpointer:
             )
             logger.warning("%s is given up: %s, which has written a part", handle.version, handle.given_up)
             return handle
-        with self._saves:
+        # A handler that comes as torch enters or leaves `no_grad` would leave gradients off.
+        with self._saves, torch.set_grad_enabled(torch.is_grad_enabled()):
             if run.last is not None and step < run.last.version.step:
                 raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
             if run.last is not None and step == run.last.version.step and run.saver.fence.num_steps != run.saved_steps:
@@ -946,9 +947,9 @@ class Checkpointer:
                 run.saves(handle)
             if is_first:
                 run.saver.save(handle, durable=durable, why=why)
-        except BaseException:
+        except BaseException as error:
             if run.last is handle:
-                run.saver.broken_off(handle)
+                run.saver.broken_off(handle, error)
                 if durable and handle.reached is Level.DURABLE:
                     run.durables.add(handle, also_to, asked=why is not Waits.DUE)
             raise

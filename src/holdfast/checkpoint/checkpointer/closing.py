@@ -14,7 +14,6 @@ anew by the same order. A step that is not saved is named: in the log, or in the
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 
@@ -22,7 +21,7 @@ from holdfast.base.errors import KeeperLost, LevelNotReached
 from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.session import Fleeting, Run
 from holdfast.checkpoint.job import collectives
-from holdfast.checkpoint.job.collectives import Meeting
+from holdfast.checkpoint.job.collectives import AT_END, Meeting
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Level
 
@@ -127,9 +126,12 @@ class Closing:
         is_saved = last is not None and not last.given_up and last.version.step >= run.state_step
         if run.saver.memory is not None or is_saved or run.state_step < 0:
             return changed
-        told = enumerate(
-            collectives.gather_json(Meeting(run.job.group, sys.maxsize, 0, run.job.assembly.root), changed)
-        )
+        meeting = Meeting(run.job.group, AT_END, 0, run.job.assembly.root)
+        try:
+            told = enumerate(collectives.gather_json(meeting, changed))
+        except BaseException as error:
+            meeting.leave(error)
+            raise
         return changed or next((f"rank {rank}: {why}" for rank, why in told if why), "")
 
     # Which version.

@@ -4,7 +4,7 @@ Uses the default process group when there is one, with `all_gather` of byte tens
 needs no group. Restore and construction call this, and saves where there is no level in memory; other saves need no collective (decision 10).
 
 Ranks that save straight to storage meet in the middle of training, where a signal's handler of the script may take one of them out
-between two collectives (`Meeting`). Within one no handler runs.
+between two collectives. It gives a last word, and all leave (`Meeting`). Within a collective no handler runs.
 
 A group without a backend for the host agrees through its device. An aborted collective leaves there what happens to be in
 memory, and zeros would say that no rank failed. So what was read counts only if the job had not broken off by then.
@@ -13,7 +13,9 @@ memory, and zeros would say that no rank failed. So what was read counts only if
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -26,7 +28,11 @@ from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.versions.late_copy_rules import counts
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+# The step of a meeting behind all others.
+AT_END = sys.maxsize
 
 
 class Ranks(Protocol):
@@ -73,11 +79,7 @@ class Group:
         self._device = _device()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Two collectives: lengths, then bytes padded to the longest. No signal's handler comes between them."""
-        with handlers_later():
-            return self._gather(data)
-
-    def _gather(self, data: bytes) -> list[bytes]:
+        """Two collectives: lengths, then bytes padded to the longest."""
         mine = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         lengths = [torch.zeros_like(mine) for _ in range(self.world_size)]
         dist.all_gather(lengths, mine)
@@ -105,48 +107,75 @@ class LeftBehind(LevelNotReached):
     """Other ranks have left this meeting, and wait in a later one.
 
     Attributes:
-        step: that of the later one.
+        step: that of the later one, if it is of the same checkpoints; else -1.
     """
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"another rank left it before its end, and waits at step {step}")
+    def __init__(self, where: str, step: int) -> None:
+        super().__init__(f"another rank left it before its end, and waits {where}")
         self.step = step
 
 
 class Meeting:
-    """All ranks at one place of a training, so that who left it is met again: a signal's handler took it out of the one before.
+    """All ranks at one place of a training, where they gather words a known number of times.
 
-    Each word says where its rank is. Who is ahead waits there for the others, who leave what they wait in.
+    Who leaves before its end, because a signal's handler took it out, gives a last word in the next gather, and all others leave as
+    well. Where it could not, it is met again: each word says where its rank is. Who is ahead waits there for the others, who leave
+    what they wait in.
 
     Args:
         group: all ranks.
-        step: of the training.
+        step: of the training; AT_END behind all.
         part: of the step: what the ranks meet for, after one another.
         root: of the checkpoints that they meet for.
+        num_words: how often they gather there.
     """
 
-    def __init__(self, group: Ranks, step: int, part: int, root: str) -> None:
+    def __init__(self, group: Ranks, step: int, part: int, root: str, *, num_words: int = 1) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self._group = group
         self._place = [step, part, root]
         self._number = 0
+        self._num_words = num_words
+        self.is_over = False  # all ranks leave, and know so
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, by rank.
 
         Raises:
-            LeftBehind: another rank is at a later place.
+            LeftBehind: another rank is at a later place. LevelNotReached: one has left.
         """
         if self.world_size == 1:
             return [data]
-        mine, self._number = [*self._place, self._number], self._number + 1
+        mine = [*self._place, self._number]
         while True:
-            told = [word.partition(b"\n") for word in self._group.gather(json.dumps(mine).encode() + b"\n" + data)]
-            places = [json.loads(place) for place, _, _ in told]
-            if mine != (newest := max(places)):
-                raise LeftBehind(newest[0])
-            if places.count(mine) == len(places):
+            told = [word.partition(b"\n") for word in self._say(mine, data, leaves=False)]
+            rows = [json.loads(head) for head, _, _ in told]
+            newest = max(place for place, _ in rows)
+            if mine != newest:
+                self.is_over = True
+                where = f"at step {newest[0]}" if newest[0] != AT_END else "at its end"
+                raise LeftBehind(where, newest[0] if newest[2] == self._place[2] else -1)
+            if left := [rank for rank, (_, leaves) in enumerate(rows) if leaves]:
+                self.is_over = True
+                raise LevelNotReached(f"rank {left[0]} left it, which a signal's handler took out")
+            if all(place == mine for place, _ in rows):
+                self._number += 1
                 return [given for _, _, given in told]
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the others that this rank does not go on, for this error, if they may wait for it."""
+        if self.world_size == 1 or self.is_over or self._number >= self._num_words or isinstance(error, Interrupted):
+            return
+        self.is_over = True
+        try:
+            self._say([*self._place, self._number], b"", leaves=True)
+        except RuntimeError as fault:  # of torch: they are gone
+            pass_on(fault)
+            logger.info("the other ranks were not told that this one left a meeting: %s", fault)
+
+    def _say(self, place: list[Any], data: bytes, *, leaves: bool) -> list[bytes]:
+        with handlers_later():
+            return self._group.gather(json.dumps([place, leaves]).encode() + b"\n" + data)
 
     def send(self, data: torch.Tensor, to: int) -> None:
         """Does as the group does."""
@@ -197,6 +226,8 @@ def together(group: Ranks, work: Callable[[], T]) -> T:
     result, fault = _attempt(work)
     told = group.gather(b"" if fault is None else _describe(fault))
     failed = [rank for rank, text in enumerate(told) if text]
+    if failed and isinstance(group, Meeting):
+        group.is_over = True
     if fault is not None and not isinstance(fault, HoldfastError):  # the script is to end, or to leave what it is in
         try:
             raise fault

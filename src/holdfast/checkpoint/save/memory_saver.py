@@ -372,7 +372,7 @@ class Saver:
         self._events.count("save_seconds", seconds)
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
 
-    def broken_off(self, handle: SaveHandle) -> None:
+    def broken_off(self, handle: SaveHandle, error: BaseException) -> None:  # noqa: ARG002 - as the saver without memory
         """Gives a save up that a signal's handler broke off before it had begun here."""
         if self.begun is not handle:
             self.give_up(handle, INTERRUPTED)

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 
 from holdfast.base.config import Config
-from holdfast.checkpoint.job.collectives import LeftBehind, Meeting, Ranks
+from holdfast.base.errors import LevelNotReached
+from holdfast.base.handler_errors import pass_on
+from holdfast.checkpoint.job.collectives import AT_END, LeftBehind, Meeting, Ranks
 from holdfast.checkpoint.save.save_schedule import Due, parse_cadence
 from holdfast.core.scheduling import storage_only_steps
 from holdfast.core.scheduling.step_agreement import Appointment
@@ -66,7 +68,19 @@ class MeetingSchedule:
         if step < self._next_step:
             return Due(by_steps, by_steps)
         could = self._could is not None and self._could()
-        found = self._meet(step, now, MeetingInput(stop_wanted, (due and not by_steps) or overdue, memory=could))
+        meeting = Meeting(self._group, step, 0, self._root)
+        try:
+            found = self._meet(
+                meeting, step, now, MeetingInput(stop_wanted, (due and not by_steps) or overdue, memory=could)
+            )
+        except BaseException as error:  # who waits for this rank is told first
+            meeting.leave(error)
+            pass_on(error)
+            if not isinstance(error, LevelNotReached):
+                raise
+            # A handler took a rank out of this meeting, or of the one at which a later step was named.
+            self._next_step = max(step + 1, error.step if isinstance(error, LeftBehind) and error.step < AT_END else 0)
+            return Due(by_steps, by_steps)
         self.back = found.memory
         return Due(by_steps or found.save, by_steps or found.save, found.stop)
 
@@ -77,7 +91,7 @@ class MeetingSchedule:
         """`step` was saved, or tried."""
         self._saved_step, self._saved_s = step, self._clock()
 
-    def _meet(self, step: int, now: float, word: MeetingInput) -> storage_only_steps.Outcome:
+    def _meet(self, meeting: Meeting, step: int, now: float, word: MeetingInput) -> storage_only_steps.Outcome:
         gap = 0 if self._met_step is None else step - self._met_step
         wait_s = storage_only_steps.MAX_GAP_S
         if self._cadence.needs_agreement and not word.save:
@@ -87,11 +101,7 @@ class MeetingSchedule:
         )
         self._longest = max(self._longest, gap)
         said = json.dumps([word.stop, word.save, following, word.memory]).encode()
-        try:
-            told = Meeting(self._group, step, 0, self._root).gather(said)
-        except LeftBehind as behind:  # a handler took this rank out of the meeting at which that step was named
-            self._next_step = behind.step
-            return storage_only_steps.Outcome(save=False, stop=False, next_step=behind.step)
+        told = meeting.gather(said)
         found = storage_only_steps.outcome([MeetingInput(*json.loads(row)) for row in told])
         self._met_step, self._met_s, self._next_step = step, now, found.next_step
         return found

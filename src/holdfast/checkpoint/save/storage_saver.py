@@ -61,6 +61,8 @@ from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
 
+# How often the ranks gather words in one save.
+NUM_WORDS = 7
 NOT_DURABLE = "without the level in memory only durable saves are made"
 
 
@@ -170,11 +172,14 @@ class DirectSaver:
             handle.give_up(f"{NOT_DURABLE} ({self._reason})")
             return
         started = time.perf_counter()
+        meeting = self._meeting(handle.version)
         try:
             self.begun = handle
-            self._save(handle.version)
+            self._save(handle.version, meeting)
             handle.committed()
         except BaseException as error:  # a fault of ours ends no training
+            handle.give_up(INTERRUPTED)  # at once: one more signal may come
+            meeting.leave(error)
             self._failed(handle, error)
             pass_on(error)
             if not isinstance(error, Exception):
@@ -187,10 +192,14 @@ class DirectSaver:
                 self._link.go_without_keeper(finished=True)
             self._post(str(handle.version))
 
-    def broken_off(self, handle: SaveHandle) -> None:
+    def broken_off(self, handle: SaveHandle, error: BaseException) -> None:
         """Gives a save up that a signal's handler broke off before it had begun here."""
         if self.begun is not handle:
             handle.give_up(INTERRUPTED)
+            self._meeting(handle.version).leave(error)
+
+    def _meeting(self, version: Version) -> Meeting:
+        return Meeting(self._job.group, version.step, 1, self._job.assembly.root, num_words=NUM_WORDS)
 
     def has_stored(self, handle: SaveHandle) -> bool:
         """Return whether a version was committed, though nobody heard so; the handle knows it from then on."""
@@ -206,7 +215,6 @@ class DirectSaver:
 
     def _failed(self, handle: SaveHandle, error: BaseException) -> None:
         """A save was not made, unless storage has it all the same: a fault of ours or of the device must not end the training."""
-        handle.give_up(INTERRUPTED)  # at once: one more signal may come
         is_ours = isinstance(error, Exception) and of_a_handler(error) is None
         told = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
         if is_ours:
@@ -220,17 +228,16 @@ class DirectSaver:
         if isinstance(error, StorageFull) and self._job.group.rank == 0:
             self._make_room()
 
-    def _save(self, version: Version) -> None:
-        group = Meeting(self._job.group, version.step, 1, self._job.assembly.root)
+    def _save(self, version: Version, group: Meeting) -> None:
         gathered = collectives.together(group, self._state.gather)
         self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)
         layout = collectives.together(group, lambda: self._structure_of(gathered)).layout
         _require_alike(collectives.gather_json(group, bundle_layout.shared_layout(layout)))
         _require_equal(collectives.gather_json(group, self._shared.digests(version.step)))
         mine = collectives.together(group, lambda: self._write_still(version))
+        self.may_stand = version
         rows = collectives.gather_json(group, [mine.name, mine.length, mine.digest, mine.rows] if mine else None)
         written = [_Written(row[0], row[1], row[2], tuple(map(tuple, row[3]))) for row in rows if row]
-        self.may_stand = version
         collectives.together(group, lambda: self._commit(version, written) if group.rank == 0 else None)
         if group.rank == 0:
             self._retire(version)
