@@ -132,6 +132,21 @@ def cycled(
     return f"{text}\nbatches = cycle(loader)\n{pre}\nfor i in range(19):\n    {body}\n    {{step}}\n    die(i)\n"
 
 
+# A dataset that counts and draws by itself, and one of rows that a start may have in another order.
+DRAWING = """
+class Drawing(torch.utils.data.Dataset):
+    def __init__(self): self.calls, self.dice = 0, random.Random(3)
+    def __len__(self): return 28
+    def __getitem__(self, k):
+        self.calls += 1
+        return dataset[k][0] * self.calls + self.dice.random(), dataset[k][1]
+"""
+OTHER_ROWS = """
+class Rows(torch.utils.data.Dataset):
+    def __init__(self): self.rows = [*range(28)][::-1 if "AGAIN" in os.environ else 1]
+    def __len__(self): return 28
+    def __getitem__(self, k): return dataset[self.rows[k]]
+"""
 OWN_FILE = "import time\npath = os.environ['MARK'] + '.n'\nn = len(open(path).read()) if os.path.exists(path) else 0\n"
 # A writer of TensorBoard's: a thread of its own, a queue, and a file with a next line.
 WRITER = """
@@ -1413,6 +1428,42 @@ Trainer(loader).train()
         "generator", at="i", kills=("5",)),
     "batches that a generator hands out, changed": Case(
         cycled("def cycle(dl):\n    while True:\n        for x, y in dl:\n            yield x + 1, y"), "generator", at="i", kills=("5",)),
+    "batches that a generator hands out, of a dataset that counts and draws and has no name": Case(cycled(DRAWING + "def cycle(dl: DataLoader) -> object:\n    while True:\n        for data in dl: yield data").replace("cycle(loader)", "cycle(DataLoader(Drawing(), batch_size=4, shuffle=True))"), at="i", kills=("4", "8", "15")),
+    "batches that are asked for, of a dataset and a collate function that have no name": Case(asked(
+        DRAWING + "class Joined:\n    calls = 0\n    def __call__(self, rows):\n        self.calls += 1\n"
+        "        return torch.stack([x for x, _ in rows]) * self.calls, torch.stack([y for _, y in rows])\n"
+        "def begun(): return iter(DataLoader(Drawing(), batch_size=2, shuffle=True, collate_fn=Joined()))\nbatches = begun()", again="raise",
+    ).replace("range(9)", "range(4)"), kills=("1,1", "2,1")),
+    "batches that a generator hands out, of other data without a name": Case(
+        OTHER_ROWS + cycled().replace("cycle(loader)", "cycle(DataLoader(Rows(), batch_size=4, shuffle=True))"),
+        "'batches.loader.dataset.rows' is another one than in the run that saved", at="i", kills=("4", "15"), again=(("AGAIN", "1"),)),
+    "batches that a generator hands out, of other data under a name that the loop does not read": Case(
+        "def main():\n" + indent(OTHER_ROWS + "dl = DataLoader(Rows(), batch_size=4, shuffle=True)\n" + cycled().replace("loader", "dl"), "    ") + "main()",
+        "'batches.loader.dataset.rows' is another one than in the run that saved", at="i", kills=("4",), again=(("AGAIN", "1"),)),
+    "batches that are asked for, of other data without a name": Case(
+        OTHER_ROWS + "batches = iter(DataLoader(Rows(), batch_size=4))\nfor i in range(7):\n    x, y = next(batches, None)\n    {step}\n    die(i)\n    if i > 5: batches = None",
+        "'batches.dataset.rows' is another one than in the run that saved", at="i", kills=("4",), again=(("AGAIN", "1"),)),
+    "batches that are asked for, and then of a generator": Case(
+        cycled().replace("batches = cycle(loader)", "batches = iter(loader)").replace("    x, y", "    if i == 5: batches = cycle(loader)\n    x, y", 1),
+        "'batches' changes in the loop", at="i", kills=("8",)),
+    "batches that a generator hands out, and then another one in pairs": Case(
+        "def pairs(dl):\n    while True:\n        for x, y in dl: yield x, y\n"
+        + cycled(body="if i == 5: batches = pairs(loader)\n    batch = next(batches)\n    x, y = (1 + isinstance(batch, tuple)) * batch[0], batch[1]"),
+        "'batches' changes in the loop", at="i", kills=("8", "15")),
+    "batches that a generator hands out, of a loader whose name is another's by now": Case(
+        cycled(pre="next(batches)\nloader = DataLoader(dataset, batch_size=7, shuffle=True)").replace("cycle(dl)", "cycle()").replace(
+            "in dl", "in loader").replace("cycle(loader)", "cycle()"), "'batches', a generator", at="i", kills=("4", "8")),
+    "batches that a generator hands out, begun again in the loop and not asked yet": Case(
+        cycled(pre="next(batches)", body="x, y = next(batches)\n    again = i % 7 == 4").replace("    die", "    if again: batches = cycle(loader)\n    die"),
+        at="i", kills=("4", "5", "11")),
+    "batches that a generator hands out, of a loader with a generator that steps draw from": Case(
+        "a_dice = torch.Generator().manual_seed(3)\nloader = DataLoader(dataset, batch_size=4, generator=a_dice)\n"
+        + cycled(body="x, y = next(batches)\n    x = x + torch.rand(1, generator=a_dice)"), at="i", kills=("4", "15")),
+    "batches that a generator hands out, of a loader of another size from one epoch on": Case(
+        cycled(body="if i == 7: loader.batch_sampler.batch_size = 7\n    x, y = next(batches)"), at="i", kills=("4", "8", "9")),
+    "generator of a script whose text cannot be read": Case(
+        '\"\"\"Trains.\n@author me\n\"\"\"\nbatches = (b for _ in range(9) for b in loader)\nfor i in range(19):\n    x, y = next(batches)\n    {step}\n    die(i)\n',
+        "'batches', a generator", at="i", kills=("5",)),
     "batches that a generator hands out, and the loop goes over": Case("""
 def cycle(dl):
     while True:

@@ -8,7 +8,7 @@ carries each plain value that differs from that, and if nothing else differs. `C
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import xxhash
 
 from holdfast.adapters.zero_lines.reach import container_kinds, held_arrays, identities
 from holdfast.adapters.zero_lines.reach.growing_lists import Grown, without_data
+from holdfast.adapters.zero_lines.reach.loader_places import Source
 from holdfast.adapters.zero_lines.reach.look import ENDED, Leaf, Look
 from holdfast.adapters.zero_lines.reach.plain_values import CLOCK, has_set
 from holdfast.adapters.zero_lines.reach.walk import ANOTHER
@@ -217,19 +218,24 @@ class Changes:
         leaves = self.before.leaves
         return {self._place(str(row[0])): (row[3], leaves[row[0]].value()) for row in rows if row[0] in leaves}
 
-    def data(self, used: Container[str], *, clock: bool, carried: Iterable[Sequence[Any]] = ()) -> dict[str, str]:
+    def data(
+        self, used: Set[str], *, lives: Set[str], clock: bool, carried: Iterable[Sequence[Any]] = ()
+    ) -> dict[str, str]:
         """Returns tokens, by path, of the tensors, arrays and lists that the loop reads and that stood before it began.
 
         A script that was started again has to have made the same: a split or a vocabulary in another order would go unseen.
 
         Args:
             used: names that the loop reads.
+            lives: those of them that live from turn to turn: left out, but for what an iterator of a data loader takes from.
             clock: whether the script reads a clock: then what has texts is left out, for they may hold a time.
             carried: rows of what a restart puts in place, whatever it has there: left out, with all that lies in it.
         """
-        without = frozenset(self._place(str(row[0])) for row in carried)
+        fixed = self.before.fixed
+        without = frozenset(self._place(str(row[0])) for row in carried if type(fixed.get(row[0])) is not Source)
         if without not in self._data:
-            self._data[without] = self._data_without(used, without, clock=clock)
+            stay = {self._place(path) for path, token in fixed.items() if type(token) is Source}
+            self._data[without] = self._data_without(used - (lives - stay), without, clock=clock)
         return self._data[without]
 
     def _data_without(self, used: Container[str], without: frozenset[str], *, clock: bool) -> dict[str, str]:

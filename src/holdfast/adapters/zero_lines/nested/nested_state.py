@@ -360,9 +360,11 @@ class NestedState(Doubts):
             rows: what a version carries, which is put in place where its innermost loop begins.
             starts: what the items of the outer loops began with; that of the outermost is put in place first.
         """
-        used = self._nest.used - set(self._outermost.site.lives)
+        nest, outermost = self._nest, self._outermost
         carried = starts[0]["rows"] if starts else rows
-        return self._outermost.changes.data(used, clock=self._nest.reads_clock, carried=carried)
+        return outermost.changes.data(
+            nest.used, lives=set(outermost.site.lives), clock=nest.reads_clock, carried=carried
+        )
 
 
 def _changed_around(entries: Sequence[Entry]) -> str:

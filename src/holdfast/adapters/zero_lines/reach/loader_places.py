@@ -5,7 +5,8 @@ the number of batches that were taken tell all. A restart draws the order again 
 leaves out what was taken without loading it. So it is without workers, over a dataset with items, in order or shuffled by torch.
 
 A generator that hands out the batches of one loader again and again, and does nothing else, has the place of the iterator that is in it:
-`while True: for batch in loader: yield batch`. One that has not begun is begun by a restart, which loads nothing either.
+`while True: for batch in loader: yield batch`. One that has not begun is begun by a restart, which loads nothing either. One that has begun at a restart,
+and had not in the run that saved, is put at the end of its order, from where it goes on in the same way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import inspect
 import operator
 import textwrap
 import threading
+import tokenize
 from types import CodeType, GeneratorType
 from typing import Any
 
@@ -49,7 +51,7 @@ def has_place(value: Any) -> bool:
     if type(value) is GeneratorType:
         loader, inner = _turn(value)
         if inner is not None:
-            return inner._dataset is loader.dataset and has_place(inner)
+            return has_place(inner)
         return loader is not None and torch.get_default_device().type == "cpu" and _order(loader) is not None
     if type(value) is not _SingleProcessDataLoaderIter or _order(value) is None:
         return False
@@ -63,8 +65,15 @@ def has_place(value: Any) -> bool:
     )
 
 
+def parts(value: Any) -> dict[str, Any]:
+    """Returns what an iterator, or a generator with one in it, takes its batches from, by name."""
+    if type(value) is GeneratorType:
+        return {"loader": _turn(value)[0]}
+    return {"dataset": value._dataset, "collate_fn": value._collate_fn, "sampler": value._index_sampler}
+
+
 class Source:
-    """Names where an iterator takes its batches from: equal if that is the same, and the same text in every process.
+    """Names where an iterator takes its batches from, and how it hands them out: equal if both are the same, and the same text in every process.
 
     Args:
         value: the iterator, or a generator with one in it.
@@ -72,17 +81,22 @@ class Source:
 
     def __init__(self, value: Any) -> None:
         loader = _turn(value)[0] if type(value) is GeneratorType else None
+        self._form = (type(value).__name__, 0 if loader is None else _cycled(value.gi_code)[1])
         given = (value._dataset, value._collate_fn) if loader is None else (loader.dataset, loader.collate_fn)
         self._parts = ((value if loader is None else loader)._index_sampler, *given)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Source) and all(map(operator.is_, self._parts, other._parts))
+        return (
+            isinstance(other, Source)
+            and self._form == other._form
+            and all(map(operator.is_, self._parts, other._parts))
+        )
 
     def __hash__(self) -> int:
         return hash(tuple(map(id, self._parts)))
 
     def __repr__(self) -> str:
-        return "batches of a DataLoader"
+        return f"batches of a DataLoader, by {self._form}"
 
 
 def place(value: Any) -> list[Any]:
@@ -98,7 +112,7 @@ def put(value: Any, saved: list[Any]) -> None:
     """Has an iterator, or a generator with one in it, go on at a place; no random numbers are drawn.
 
     Raises:
-        KeyError: it has fewer batches, or has begun where the run that saved had not.
+        KeyError: it has fewer batches.
     """
     taken, numbers = saved
     held = torch.get_rng_state()
@@ -106,6 +120,10 @@ def put(value: Any, saved: list[Any]) -> None:
         if type(value) is GeneratorType:
             value = _begun(value, taken)
         if value is None:
+            return
+        if taken < 0:  # at its end a generator goes on as one that has not begun
+            vars(value)[_KEY] = [taken, -1, b"", ()]
+            value._sampler_iter, value._num_yielded = iter(()), 0
             return
         vars(value).pop(_KEY, None)
         value._sampler_iter, value._num_yielded = iter(value._index_sampler), taken
@@ -120,17 +138,12 @@ def put(value: Any, saved: list[Any]) -> None:
 
 
 def _begun(generator: GeneratorType[Any, Any, Any], taken: int) -> Any:
-    """Returns the iterator in a generator, which is begun without loading anything; None if the run that saved had not begun it.
-
-    Raises:
-        KeyError: only here it has begun.
-    """
-    inner = _turn(generator)[1]
+    """Returns the iterator in a generator, which is begun without loading anything; None if it has not begun, and had not in the run that saved."""
+    loader, inner = _turn(generator)
     if taken < 0 or inner is not None:
-        if taken < 0 and inner is not None:
-            raise KeyError("a generator that has not begun")
         return inner
     thread, num_names = threading.get_ident(), _cycled(generator.gi_code)[1]
+    numbers = loader.generator.get_state() if loader.generator is not None else None
     fetched: Any = _SingleProcessDataLoaderIter._next_data
 
     def nothing(iterator: Any) -> Any:
@@ -141,6 +154,8 @@ def _begun(generator: GeneratorType[Any, Any, Any], taken: int) -> Any:
         next(generator)
     finally:
         _SingleProcessDataLoaderIter._next_data = fetched  # type: ignore[method-assign]
+        if numbers is not None:
+            loader.generator.set_state(numbers)
     return _turn(generator)[1]
 
 
@@ -154,7 +169,10 @@ def _turn(generator: GeneratorType[Any, Any, Any]) -> tuple[Any, Any]:
         return loader, None
     held = [generator.gi_yieldfrom] if generator.gi_yieldfrom is not None else gc.get_referents(generator, frame)
     inner = next((each for each in held if type(each) is _SingleProcessDataLoaderIter), None)
-    return (loader, inner) if inner is not None else (None, None)
+    if inner is None or inner._index_sampler is not loader._index_sampler:  # its name may be another loader's by now
+        return None, None
+    is_same = inner._dataset is loader.dataset and inner._collate_fn is loader.collate_fn
+    return (loader, inner) if is_same else (None, None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,14 +183,15 @@ def _cycled(code: CodeType) -> tuple[str, int]:
     """
     try:
         module = ast.parse(textwrap.dedent(inspect.getsource(code)))
-        ran = compile(module, code.co_filename, "exec").co_consts[0]
-    except (OSError, SyntaxError, ValueError) as error:
+        made = compile(module, code.co_filename, "exec").co_consts
+        ran = next((each for each in made if isinstance(each, CodeType) and each.co_name == code.co_name), None)
+    except (OSError, SyntaxError, ValueError, tokenize.TokenError) as error:
         pass_on(error)
         return "", 0
     match module.body:
         case [ast.FunctionDef(body=[*told, ast.While(test=ast.Constant(value=True | 1), body=[turn], orelse=[])])]:
             is_told = all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in told)
-            if not is_told or not isinstance(ran, CodeType) or _said(ran) != _said(code):
+            if not is_told or ran is None or _said(ran) != _said(code):
                 return "", 0
         case _:
             return "", 0

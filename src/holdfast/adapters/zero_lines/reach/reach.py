@@ -99,16 +99,23 @@ class Reach:
             walk.share(name, value)
         for number, thing in enumerate(self._kept):
             walk.inside(self._named.get(id(thing), f"kept{number}"), thing)
-        self._at_home(walk, home)
-        for path, scope in frames:
-            self._visit(walk, path, scope)
-        for name in self._in_order(main):
-            if not name.startswith("__") and name not in walk.hidden:
-                walk.visit(name, main[name], asks=ALL if name in self._used else NOTHING, hold=("", name))
-                if name in self._used:
-                    walk.foreign(name, main[name])
+        for is_used in (
+            True,
+            False,
+        ):  # what is reached twice counts as used, and what only an iterator of the loop's has too
+            self._at_home(walk, home, is_used=is_used)
+            for path, scope in frames:
+                self._visit(walk, path, scope, is_used=is_used)
+            for name in self._some(main, is_used=is_used):
+                if not name.startswith("__") and name not in walk.hidden:
+                    walk.visit(name, main[name], asks=ALL if is_used else NOTHING, hold=("", name))
+                    if is_used:
+                        walk.foreign(name, main[name])
+            walk.iterators()
         for path, scope in inner:
-            self._visit(walk, path, scope)
+            for is_used in (True, False):
+                self._visit(walk, path, scope, is_used=is_used)
+        walk.iterators()
         walk.settings()
         walk.common(self._kept)
         walk.lone(self._kept, carried)
@@ -131,31 +138,30 @@ class Reach:
         for name, thing in things.items():
             walk.visit(name, thing, asks=NO_PLACE)
             walk.foreign(name, thing if callable(thing) else type(thing))
+        walk.iterators()
         walk.lone((), {})
         walk.places(data=False)
         return walk.found
 
-    def _at_home(self, walk: Walk, home: str) -> None:
+    def _at_home(self, walk: Walk, home: str, *, is_used: bool) -> None:
         """Looks at the module in which the loop stands, as at the script itself; if it stands in one."""
         if not home:
             return
         module = sys.modules[home]
         walk.found.owners[home] = owner_of(module)
         names = vars(module)
-        for name in self._in_order(names):
+        for name in self._some(names, is_used=is_used):
             if not name.startswith("__"):
-                walk.visit(
-                    f"{home}.{name}", names[name], asks=ALL if name in self._used else NOTHING, hold=(home, name)
-                )
-                if name in self._used:
+                walk.visit(f"{home}.{name}", names[name], asks=ALL if is_used else NOTHING, hold=(home, name))
+                if is_used:
                     walk.foreign(f"{home}.{name}", names[name])
 
-    def _visit(self, walk: Walk, path: str, scope: Mapping[str, Any]) -> None:
+    def _visit(self, walk: Walk, path: str, scope: Mapping[str, Any], *, is_used: bool) -> None:
         """Looks at the names of a function."""
-        for name in self._in_order(scope):
+        for name in self._some(scope, is_used=is_used):
             if type(scope[name]) in ATOMS:
                 walk.found.local[f"{path}.{name}"] = (type(scope[name]).__qualname__, repr(scope[name]))
-            walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
+            walk.visit(f"{path}.{name}", scope[name], asks=ALL if is_used else NOTHING)
 
     def is_of_user(self, value: Any) -> bool:
         """Tell whether the class of a value, or one that this is made from, is the user's."""
@@ -165,9 +171,9 @@ class Reach:
         """Tell whether a module is the user's."""
         return self._is_users(name)
 
-    def _in_order(self, names: Iterable[str]) -> list[str]:
-        """Lists what the loop uses first, so that what is reached twice counts as used."""
-        return sorted((str(name) for name in names), key=lambda name: (name not in self._used, name))
+    def _some(self, names: Iterable[str], *, is_used: bool) -> list[str]:
+        """Lists in order the names that the loop uses, or those that it does not."""
+        return sorted(str(name) for name in names if (name in self._used) is is_used)
 
     def _is_users(self, module: str) -> bool:
         known = self._users.get(module)

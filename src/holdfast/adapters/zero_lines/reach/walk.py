@@ -221,6 +221,7 @@ class Walk:
         ] = {}  # path of a tensor or array in a container that is carried whole -> that of the container
         self._holders: dict[int, tuple[str, str]] = {}  # mutable part of a plain value -> its path, and the value's
         self._alive: list[Any] = []
+        self._waiting: list[tuple[str, Any, int, tuple[str, str | int]]] = []  # iterators of loaders, see `iterators`
         self._made: list[tuple[str, Any]] = []  # plain values that are noted as data, with their paths
         self._spans: list[tuple[held_arrays.Span, str]] = []  # memory of tensors and arrays that cannot be carried
         self.sets: list[str] = []
@@ -519,9 +520,7 @@ class Walk:
     def _iterator(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         """Looks at what has a next item: a generator that has ended has none, and one that a loop goes over is counted there."""
         if id(value) not in self.counted and loader_places.has_place(value):
-            found, self.found.fixed[path] = loader_places.place(value), loader_places.Source(value)
-            told, put = functools.partial(itself, found), functools.partial(loader_places.put, value)
-            self.found.leaves[path] = Leaf(tuple(found), *hold, told, put)
+            self._waiting.append((path, value, asks, hold))
         elif type(value) is types.GeneratorType and value.gi_frame is None:
             self.found.fixed[path] = ENDED
             self.found.kinds[ENDED] = types.GeneratorType
@@ -531,6 +530,17 @@ class Walk:
             self.found.begins[path] = value
         elif asks and id(value) not in self.counted:
             self.found.unsure.append((path, type(value).__qualname__))
+
+    def iterators(self) -> None:
+        """Looks at what iterators of loaders lead to, where nothing that was seen has it, and notes their places: they are put behind it."""
+        for path, value, asks, hold in self._waiting:
+            for name, part in loader_places.parts(value).items():
+                if id(part) not in self._seen:
+                    self.visit(f"{path}.{name}", part, asks=min(asks, NO_PLACE))
+            found, self.found.fixed[path] = loader_places.place(value), loader_places.Source(value)
+            told, put = functools.partial(itself, found), functools.partial(loader_places.put, value)
+            self.found.leaves[path] = Leaf(tuple(found), *hold, told, put)
+        self._waiting.clear()
 
     def _begins(self, value: types.GeneratorType[Any, Any, Any]) -> bool:
         return self.may_begin and inspect.getgeneratorstate(value) == inspect.GEN_CREATED
