@@ -146,21 +146,29 @@ class Meeting:
         """
         if self.world_size == 1:
             return [data]
-        mine = [*self._place, self._number]
         while True:
-            told = [word.partition(b"\n") for word in self._say(mine, data, leaves=False)]
-            rows = [json.loads(head) for head, _, _ in told]
-            newest = max(place for place, _ in rows)
-            if mine != newest:
-                self.is_over = True
-                where = f"at step {newest[0]}" if newest[0] != AT_END else "at its end"
-                raise LeftBehind(where, newest[0] if newest[2] == self._place[2] else -1)
-            if left := [rank for rank, (_, leaves) in enumerate(rows) if leaves]:
-                self.is_over = True
-                raise LevelNotReached(f"rank {left[0]} left it, which a signal's handler took out")
-            if all(place == mine for place, _ in rows):
-                self._number += 1
-                return [given for _, _, given in told]
+            with handlers_later():  # what was gathered counts, or it was not
+                found = self._turn(data)
+            if found is not None:
+                return found
+
+    def _turn(self, data: bytes) -> list[bytes] | None:
+        """Gathers once; returns None where another rank has to come here first."""
+        mine = [*self._place, self._number]
+        told = [word.partition(b"\n") for word in self._say(mine, data, leaves=False)]
+        rows = [json.loads(head) for head, _, _ in told]
+        newest = max(place for place, _ in rows)
+        if mine != newest:
+            self.is_over = True
+            where = f"at step {newest[0]}" if newest[0] != AT_END else "at its end"
+            raise LeftBehind(where, newest[0] if newest[2] == self._place[2] else -1)
+        if left := [rank for rank, (place, leaves) in enumerate(rows) if leaves and place == mine]:
+            self.is_over = True
+            raise LevelNotReached(f"rank {left[0]} left it, which a signal's handler took out")
+        if any(place != mine for place, _ in rows):
+            return None
+        self._number += 1
+        return [given for _, _, given in told]
 
     def leave(self, error: BaseException) -> None:
         """Tells the others that this rank does not go on, for this error, if they may wait for it."""
@@ -168,14 +176,14 @@ class Meeting:
             return
         self.is_over = True
         try:
-            self._say([*self._place, self._number], b"", leaves=True)
+            with handlers_later():
+                self._say([*self._place, self._number], b"", leaves=True)
         except RuntimeError as fault:  # of torch: they are gone
             pass_on(fault)
             logger.info("the other ranks were not told that this one left a meeting: %s", fault)
 
     def _say(self, place: list[Any], data: bytes, *, leaves: bool) -> list[bytes]:
-        with handlers_later():
-            return self._group.gather(json.dumps([place, leaves]).encode() + b"\n" + data)
+        return self._group.gather(json.dumps([place, leaves]).encode() + b"\n" + data)
 
     def send(self, data: torch.Tensor, to: int) -> None:
         """Does as the group does."""
