@@ -99,10 +99,8 @@ class Reach:
             walk.share(name, value)
         for number, thing in enumerate(self._kept):
             walk.inside(self._named.get(id(thing), f"kept{number}"), thing)
-        for is_used in (
-            True,
-            False,
-        ):  # what is reached twice counts as used, and what only an iterator of the loop's has too
+        # What is reached twice counts as used, and what only an iterator of the loop's has too.
+        for is_used in (True, False):
             self._at_home(walk, home, is_used=is_used)
             for path, scope in frames:
                 self._visit(walk, path, scope, is_used=is_used)
