@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import gloo_kit
+import holdfast
 from holdfast.base.errors import StorageError
 from holdfast.checkpoint.checkpointer.session import Run
 from holdfast.checkpoint.save import memory_saver, storage_saver
@@ -34,6 +35,41 @@ MOMENTS = [*BEFORE_COMMIT, *BEHIND_COMMIT]
 IN_MEMORY = [Run.saves, Saver.save, Saver._widen, Saver._copy]
 
 
+def _struck(
+    make: Make, error: type[BaseException], moment: Any, **options: Any
+) -> tuple[Trainee, holdfast.Checkpointer, SaveHandle]:
+    """A handler raises at this moment of the save of step 1, behind a durable step 0; returns what is left of that save too."""
+
+    def handle() -> None:
+        raise error
+
+    trainee = Trainee()
+    checkpointer = make(trainee, close_timeout_s=TIMEOUT_S, **options)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0, "durable").wait()
+    trainee.train()
+    checkpointer.step(1)
+    with pytest.raises(error), Strike(handle, called(moment)):
+        checkpointer.save(1, "durable")
+    left = checkpointer._run.last  # type: ignore[union-attr]
+    assert left is not None
+    assert left.version.step == 1
+    return trainee, checkpointer, left
+
+
+def _closes_soon(checkpointer: holdfast.Checkpointer) -> None:
+    began = time.monotonic()
+    checkpointer.close()
+    assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+def _comes_back(make: Make, step: int, expected: bytes, **options: Any) -> None:
+    other = Trainee()
+    assert make(other, **options).restore() == step
+    assert other.fingerprint() == expected
+
+
 @pytest.mark.parametrize(
     ("error", "moment", "encrypted"),
     sampled(
@@ -48,37 +84,19 @@ def test_to_storage_alone_a_step_whose_save_is_broken_off_is_whole_after_the_clo
 ) -> None:
     """A number that is drawn behind it would make another file of the same version."""
 
-    def handle() -> None:
-        raise error
-
     options: dict[str, Any] = dict(STORAGE)
     if encrypted:
         (key := tmp_path / "key").write_text("ab" * 32)
         key.chmod(0o600)
         options["encryption_key"] = str(key)
-    trainee = Trainee()
-    checkpointer = make(trainee, close_timeout_s=TIMEOUT_S, **options)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0, "durable").wait()
-    trainee.train()
-    checkpointer.step(1)
-    with pytest.raises(error), Strike(handle, called(moment)):
-        checkpointer.save(1, "durable")
-    left = checkpointer._run.last  # type: ignore[union-attr]
-    assert left is not None
-    assert left.version.step == 1
+    trainee, checkpointer, left = _struck(make, error, moment, **options)
     assert (left.given_up, left.reached) == (
         ("", Level.DURABLE) if moment in BEHIND_COMMIT else (INTERRUPTED, Level.NONE)
     )
     expected = trainee.fingerprint()
     torch.rand(1)
-    began = time.monotonic()
-    checkpointer.close()
-    assert time.monotonic() - began < TIMEOUT_S / 2
-    other = Trainee()
-    assert make(other, **options).restore() == 2
-    assert other.fingerprint() == expected
+    _closes_soon(checkpointer)
+    _comes_back(make, 2, expected, **options)
 
 
 def test_what_was_committed_unheard_is_not_written_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +122,7 @@ def test_what_was_committed_unheard_is_not_written_again(make: Make, monkeypatch
     torch.rand(1)
     checkpointer.close()
     assert checkpointer._storage.manifest(checkpointer._storage.versions()[0]) == files
-    other = Trainee()
-    assert make(other, **STORAGE).restore() == 1
-    assert other.fingerprint() == expected
+    _comes_back(make, 1, expected, **STORAGE)
 
 
 def test_a_version_whose_commit_a_fault_of_storage_follows_is_durable_and_stays_whole(
@@ -126,9 +142,7 @@ def test_a_version_whose_commit_a_fault_of_storage_follows_is_durable_and_stays_
     expected = trainee.fingerprint()
     torch.rand(1)
     checkpointer.close()
-    other = Trainee()
-    assert make(other, **STORAGE).restore() == 1
-    assert other.fingerprint() == expected
+    _comes_back(make, 1, expected, **STORAGE)
 
 
 @pytest.mark.parametrize(
@@ -138,29 +152,11 @@ def test_a_version_whose_commit_a_fault_of_storage_follows_is_durable_and_stays_
 def test_in_memory_a_save_that_is_broken_off_is_given_up_and_made_at_the_close(
     make: Make, error: type[BaseException], moment: Any
 ) -> None:
-    def handle() -> None:
-        raise error
-
-    trainee = Trainee()
-    checkpointer = make(trainee, close_timeout_s=TIMEOUT_S)
-    checkpointer.restore()
-    trainee.train()
-    checkpointer.save(0, "durable").wait()
-    trainee.train()
-    checkpointer.step(1)
-    with pytest.raises(error), Strike(handle, called(moment)):
-        checkpointer.save(1, "durable")
-    left = checkpointer._run.last  # type: ignore[union-attr]
-    assert left is not None
-    assert left.version.step == 1
+    trainee, checkpointer, left = _struck(make, error, moment)
     assert left.given_up == INTERRUPTED
     expected = trainee.fingerprint()
-    began = time.monotonic()
-    checkpointer.close()
-    assert time.monotonic() - began < TIMEOUT_S / 2
-    other = Trainee()
-    assert make(other, **STORAGE).restore() == 2
-    assert other.fingerprint() == expected
+    _closes_soon(checkpointer)
+    _comes_back(make, 2, expected, **STORAGE)
 
 
 def test_ranks_of_which_a_handler_takes_one_out_of_a_save_meet_again_at_the_next(tmp_path: Path) -> None:
@@ -196,9 +192,7 @@ def test_a_second_signal_that_comes_at_once_leaves_no_save_that_never_ends(
     monkeypatch.setattr(module, "of_a_handler", again)
     with pytest.raises(TimeoutError, match="one more"), Strike(handle, called(moment)):
         checkpointer.save(0, "durable")
-    began = time.monotonic()
-    checkpointer.close()
-    assert time.monotonic() - began < TIMEOUT_S / 2
+    _closes_soon(checkpointer)
     assert [version.step for version in checkpointer._storage.versions()] == [0]
 
 

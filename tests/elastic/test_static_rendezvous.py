@@ -43,15 +43,18 @@ def test_all_workers_are_restarted_once_and_the_job_goes_on(
     assert done.stderr.count("all workers are restarted") == 1
 
 
+def _two_nodes(job: Job) -> tuple[int, Launcher, Launcher]:
+    """The port of the store, and the launchers of two nodes whose ranks make steps."""
+    port = free_port()
+    where = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+    first, second = (job.launch(*where, f"--node-rank={node}") for node in (0, 1))
+    job.running(2)
+    return port, first, second
+
+
 def test_a_job_that_lost_a_node_ends_and_says_why(job: Job) -> None:
     """Nobody can take the place of a node: who is left does not meet alone, again and again."""
-    port = free_port()
-
-    def start(node: int) -> Launcher:
-        return job.launch("--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}")
-
-    first, second = start(0), start(1)
-    job.running(2)
+    _, first, second = _two_nodes(job)
     kill_tree(second)
     assert first.wait(60) == 1, job.logs()
     assert "the static rendezvous cannot bring a node back; start the job again" in job.logs()
@@ -60,13 +63,7 @@ def test_a_job_that_lost_a_node_ends_and_says_why(job: Job) -> None:
 @pytest.mark.slow
 def test_a_node_that_is_lost_after_it_was_slow_once_is_not_taken_for_one_that_comes_back(job: Job) -> None:
     """More silence of it is waited for then, while the groups of its peers broke: they do not go on in place, and wait for it."""
-    port = free_port()
-
-    def start(node: int) -> Launcher:
-        return job.launch("--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}")
-
-    first, second = start(0), start(1)
-    job.running(2)
+    port, first, second = _two_nodes(job)
     store = TCPStore("127.0.0.1", port, is_master=False)
 
     def beat(node: int) -> bytes:

@@ -213,11 +213,8 @@ def _said(code: CodeType) -> tuple[Any, ...]:
 def _names(item: ast.expr | None) -> list[str]:
     """Returns the names that an item is given, or handed out by; empty if there is more to it."""
     parts = item.elts if isinstance(item, ast.Tuple) else [item]
-    return (
-        [part.id for part in parts if isinstance(part, ast.Name)]
-        if all(isinstance(part, ast.Name) for part in parts)
-        else []
-    )
+    names = [part.id for part in parts if isinstance(part, ast.Name)]
+    return names if len(names) == len(parts) else []
 
 
 def rules(sampler: Any) -> tuple[Any, ...]:
