@@ -249,7 +249,7 @@ class Round:
             self._known = Incarnation(**json.loads(raw))
 
     def _publish(self, number: int, recoveries: int, reason: str, *, older: bool = False) -> None:
-        """Only now do workers of the older incarnation lose their store, and whoever waits there wakes up."""
+        """Names a fresh store to all. Workers of the older incarnation lose theirs only now, and whoever waits there wakes up."""
         fresh = TCPStore(
             "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=OPEN_TIMEOUT_S)
         )
