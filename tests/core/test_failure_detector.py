@@ -235,3 +235,27 @@ def test_who_looks_after_others_that_compute_does_not_compute(family: float, spe
         activity.take(WorkerSample(0, Beat(), wakes=1 + int(100 * now_s), **counters), now_s)
     assert (now_s - activity.main_s > 2 * WINDOW_S) is (family + spent > 0.0)
     assert activity.moved_s == now_s
+
+
+def test_ranks_that_a_node_had_before_are_none_of_its_ranks() -> None:
+    """A node that went shifts the ranks of those that stay: two of four are here, whatever numbers they had."""
+    watch = Watch(QUICK)
+    for rank in (2, 3):
+        watch.started(rank, 0.0)
+    watch.look(1.0, [waits_since(1, rank) for rank in (2, 3)], world_size=4)
+    watch.begin_round()
+    for rank in (0, 1):
+        watch.started(rank, 2.0)
+    said = [
+        verdict
+        for look in range(400)
+        for verdict in watch.look(2.0 + 0.25 * look, [waits_since(1, rank) for rank in (0, 1)], world_size=4)
+    ]
+    assert watch.stuck, "all ranks of this node wait"
+    assert Kind.RESTART_ALL not in {verdict.kind for verdict in said}, "the others may work"
+
+
+def waits_since(step: int, rank: int) -> WorkerSample:
+    return WorkerSample(
+        rank, Beat(step, step, Phase.COLLECTIVE, "all_reduce", 3, True, samples=dict.fromkeys(Phase, 300))
+    )

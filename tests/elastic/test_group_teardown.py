@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -148,3 +151,45 @@ def test_broken_group_errors_are_known_by_type_or_text() -> None:
     follows = ValueError("no batch")
     follows.__cause__ = torch.distributed.DistNetworkError("no route")
     assert worker_main.looks_broken(follows) is True
+
+
+def test_without_a_descriptor_nothing_is_cut_and_nothing_raised(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread that hears the agent must live on where a script has used up its descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sockets = group_teardown.GroupSockets()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        assert sockets.cut(0) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "left to the launcher" in caplog.text
+
+
+def test_a_thread_that_hears_goes_on_when_groups_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes the main thread, and hears the next word."""
+    runner: Any = object.__new__(worker_main.Runner)
+    heard = [[{"op": "none"}], [{"op": "none"}], None]
+    runner._line = SimpleNamespace(receive=lambda **_: heard.pop(0), lost=False)
+    runner._changed, runner._main, runner._must_leave, runner._running = (
+        threading.Condition(),
+        1,
+        lambda: True,
+        object(),
+    )
+
+    def fails(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    woken: list[int] = []
+    runner._break_off = fails
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
+    monkeypatch.setattr(signal, "pthread_kill", lambda _, number: woken.append(number))
+    monkeypatch.setattr(worker_main, "AGAIN_S", 0.0)
+
+    def ends() -> None:
+        raise EOFError
+
+    monkeypatch.setattr(worker_main, "_end_now", ends)
+    with pytest.raises(EOFError):
+        runner._hear()
+    assert woken == [worker_main.WAKE] * 2

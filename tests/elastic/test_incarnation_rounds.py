@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from torch.distributed import DistError, TCPStore
 
+from holdfast.core.elastic.lost_node import Sign
 from holdfast.elastic.launch.agent import Agent
 from holdfast.elastic.launch.rendezvous import incarnation_rounds
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import BEAT_S, Round, RoundAbandoned, RoundOver
+from holdfast.elastic.processes.worker_processes import WorkerStatus
 from sample_kit import MORE
 
 Make = Callable[[int], list[Round]]
@@ -204,3 +206,49 @@ def test_launchers_that_share_a_name_are_told_once(caplog: pytest.LogCaptureFixt
         told = [record.getMessage() for record in caplog.records]
         assert len(told) == (name == "host")
         assert all("2 launchers" in text and "node name, host:" in text and "--node-label" in text for text in told)
+
+
+def test_an_incarnation_without_a_store_is_granted_later(agents: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher has no descriptor for a moment: no job ends by that."""
+    leader, other = agents(2)
+    opened([leader, other], 0, 0)
+    other.propose(2, "rank 3 died")
+
+    def none() -> TCPStore:
+        raise DistError("Too many open files")
+
+    monkeypatch.setattr(incarnation_rounds, "_workers_store", none)
+    assert [leader.newest().number, other.newest().number] == [1, 1]
+    monkeypatch.undo()
+    assert leader.newest().number == 2
+
+
+def missing(round_: Round, *, holds: bool = False, finished: bool = False, gone: Sequence[int] = ()) -> Any:
+    """An agent of one worker, to which other launchers are proven gone."""
+    agent: Any = object.__new__(Agent)
+    status = WorkerStatus.HOLDS if holds else WorkerStatus.FINISHED if finished else WorkerStatus.RUNS
+    agent._workers = SimpleNamespace(worker_slots={0: SimpleNamespace(status=status, order=1)})
+    agent._round, agent._serial, agent._current = round_, 1, SimpleNamespace(number=1)
+    agent._meeting = SimpleNamespace(links=SimpleNamespace(gone=lambda: dict.fromkeys(gone, "it has ended")))
+    return agent
+
+
+def test_a_failure_that_a_dead_leader_does_not_answer_shows_that_it_is_lost(agents: Make) -> None:
+    leader, other, third = agents(3)
+    opened([leader, other, third], 0, 0, 0)
+    assert missing(other, gone=[0])._sign_of_loss({}) is None, "steps go on"
+    assert missing(other, holds=True)._sign_of_loss({}) is Sign.BROKEN
+    third.propose(2, "rank 6 ended")
+    assert missing(other)._sign_of_loss({2: 9.0}) is None, "the leader will answer"
+    assert missing(leader)._sign_of_loss({2: 9.0}) is None
+    assert missing(other, gone=[0])._sign_of_loss({}) is Sign.UNANSWERED
+    assert missing(other)._sign_of_loss({0: 9.0}) is Sign.UNANSWERED
+
+
+def test_who_has_finished_misses_those_that_have_not(agents: Make) -> None:
+    first, second = agents(2)
+    opened([first, second], 0, 0)
+    first.finish(1)
+    assert missing(first, finished=True)._sign_of_loss({}) is Sign.AWAITED
+    second.finish(1)
+    assert missing(first, finished=True, gone=[1])._sign_of_loss({}) is None, "it has finished, and left"

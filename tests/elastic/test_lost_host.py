@@ -5,10 +5,12 @@ Every launcher is a node of its own on loopback; the store is hosted by the firs
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -43,6 +45,9 @@ def test_a_frozen_node_is_replaced_and_neither_it_nor_its_workers_come_back(job:
     wait_for(lambda: not [p for p in frozen if p.is_running() and p.status() != "zombie"], "the zombies' end", job.logs)
     assert re.search("took (its place|the place of this one)", job.logs())
     assert [row[:2] for row in job.recovered(2, 1)] == [row[:2] for row in after], "it disturbed the job"
+    kill_tree(third)  # the job meets once more: who was replaced has not closed its rendezvous
+    third = nodes.start(1)
+    job.recovered(2, 2)
     job.stop()
     assert [first.wait(60), third.wait(60)] == [0, 0], job.logs()
 
@@ -105,11 +110,22 @@ def test_without_the_host_the_others_go_on_and_it_finds_them_again(job: Job) -> 
     (job.directory / "rank2").unlink()
     after = job.recovered(2, 1)
     assert {row[0] for row in after} == {row[0] for row in before[1:]}, "nodes that live lost their processes"
+    for launcher in launchers[1:]:
+        assert max(Counter(handles(launcher)).values()) == 2, "a rank that it had before is watched still"
     launchers[0] = nodes.start(0)
     # By the count: the last rank may have written once more after its file was removed.
     assert {row[0] for row in before[1:]} < {row[0] for row in job.recovered(3, 2, steps=3)}
     job.stop()
     assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
+
+
+def handles(launcher: subprocess.Popen[str]) -> list[int]:
+    """The processes to which a launcher has handles: of each worker the launcher itself has one, and its watchdog."""
+    told = []
+    for path in Path(f"/proc/{launcher.pid}/fdinfo").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            told.append(path.read_text())
+    return [int(pid) for text in told for pid in re.findall(r"^Pid:\t(\d+)$", text, re.MULTILINE)]
 
 
 def all_three_meet_again(job: Job, frozen: list[psutil.Process], launchers: list[subprocess.Popen[str]]) -> None:

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import pytest
 from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import WorkerState
 
 from holdfast.base.errors import InUse
 from holdfast.core.elastic.node_lease import Claim
@@ -138,8 +137,21 @@ def test_a_launcher_that_was_replaced_ends_its_workers_and_does_not_begin_again(
     agent._wait = lambda: None
     agent._workers = SimpleNamespace(worker_slots={0: SimpleNamespace(close=signals.append)})
     agent._identity = SimpleNamespace(holds=lambda _: False)
-    assert agent._monitor_workers(None).state is WorkerState.FAILED
-    assert (signals, agent._remaining_restarts) == ([signal.SIGKILL], 0)
+    agent._rules, agent._ends_by = SimpleNamespace(name="node1"), 0
+    with pytest.raises(InUse, match="another launcher took the place of this one"):  # the job, which is open, goes on
+        agent._monitor_workers(None)
+    assert signals == [signal.SIGKILL]
+
+
+def test_a_name_that_is_taken_again_is_held(store: TCPStore) -> None:
+    """All workers are restarted: the launcher meets the others anew, and is the node as before."""
+    first = claimed(store)
+    first.leave()
+    first.claim()
+    known = json.loads(store.get("holdfast.nodes/node1"))
+    assert not known["left"], "a second launcher of the name would be let in at once"
+    assert first.holds(time.monotonic() + 10)
+    assert not json.loads(store.get("holdfast.nodes/node1"))["left"]
 
 
 def left_behind(store: TCPStore, **facts: object) -> None:

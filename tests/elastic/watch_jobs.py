@@ -144,7 +144,7 @@ class Job:
 
     def poll(self, now: float) -> None:
         for rank in range(len(self.pids)):
-            stood = self.watchdog.stands(rank)
+            stood = self.watchdog._workers[rank].stack.stands if rank in self.watchdog._workers else None
             if stood is not None:
                 self.stands[rank] = stood.name
         for verdict in self.watchdog.poll(now, world_size=2):

@@ -168,6 +168,13 @@ class Watch:
         self._elsewhere: Sequence[int] = ()
         self._may_replace = True
 
+    def begin_round(self) -> None:
+        """This node may have other ranks from now on: none is known until it starts. What was learned of ranks stays."""
+        self._tracks.clear()
+        self._gone.clear()
+        self._condemned.clear()
+        self._interrupts = self.stuck = False
+
     def started(self, rank: int, now_s: float) -> None:
         """A new process has the rank, or it begins anew; what was seen of the old one is forgotten."""
         self._gone.discard(rank)

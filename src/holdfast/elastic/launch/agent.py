@@ -14,14 +14,16 @@ Must never: publish an incarnation before the failed process is dead and reaped;
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
+import math
 import os
 import signal
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistError
@@ -31,12 +33,13 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
+from holdfast.base.errors import InUse
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import heartbeat_page
 from holdfast.core.elastic.escalation import Failure, Fault, RecoveryAction, RecoveryDecision
 from holdfast.core.elastic.failure_detector import Exit, Verdict, cause, first_failure
-from holdfast.core.elastic.lost_node import MOST_SILENCE_S, NodeFacts, lost
+from holdfast.core.elastic.lost_node import MOST_SILENCE_S, NodeFacts, Sign, lost
 from holdfast.core.elastic.rerun import cannot_run_twice
 from holdfast.core.versions.late_copy_rules import is_result
 from holdfast.elastic.launch import worker_assignment
@@ -67,6 +70,8 @@ VACANT_S = 600.0
 RELEASE_S = 60.0
 # How often it is said which workers are awaited at the end of the job.
 SAY_S = 60.0
+# What a machine may be out of for a while: descriptors, here or at all, and memory.
+SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # From when on it is told that torch itself may hang, and what to do.
 HINT_S = 300.0
 # Why a job is not gone on with.
@@ -127,6 +132,7 @@ class Agent(RendezvousAgent):
         self._unfit = ""  # why no process of this job runs its script again
         self._mended_at = time.monotonic()
         self._asked_at = 0.0
+        self._scarce_said_at = -math.inf
         self._input_spent = False  # a script read what no second run can read
 
     # What torchrun's loop calls.
@@ -157,18 +163,35 @@ class Agent(RendezvousAgent):
             self._workers.start()  # otherwise those that live get a new order, and the dead are replaced
             self._take_signals()
         self._failures.clear()
+        if self._watch is not None:
+            self._watch.begin_round()
         self._order_all()
         return self._workers.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._program is None or self._workers is None or self._round is None:
             return super()._monitor_workers(worker_group)
+        self._raise_swallowed_signal()
         try:
             if self._meeting is not None:
                 self._meeting.require()
             return self._monitor(worker_group)
         except LOST as error:
             return self._store_lost(error, worker_group)
+        except OSError as error:
+            if error.errno not in SCARCE:
+                raise
+            self._tell_scarce(error)
+            return RunResult(state=WorkerState.HEALTHY)
+
+    def _tell_scarce(self, error: OSError) -> None:
+        """The workers are looked at again as soon as there are descriptors and memory to do it with."""
+        now = time.monotonic()
+        if now - self._scarce_said_at > SAY_S:
+            self._scarce_said_at = now
+            logger.error(
+                "workers cannot be looked at now (%s; see `ulimit -n`); they go on, and it is tried again", error
+            )
 
     def _monitor(self, worker_group: WorkerGroup) -> RunResult:
         assert self._workers is not None
@@ -176,13 +199,14 @@ class Agent(RendezvousAgent):
         self._wait()
         now = time.monotonic()
         if self._identity is not None and not self._identity.holds(now):
-            return self._replaced()
+            self._end_as_replaced()
         for worker_slot in self._workers.worker_slots.values():
             self._hear(worker_slot)
         silent = self._round.heartbeats.beat(now, stuck=self._watch is not None and self._watch.stuck)
         lost = self._obey_watch(now, silent)
         self._renew_unfit()
-        over = self._round.over() or lost or self._fill_vacant(now) or self._look() or self._look_at_groups(now, silent)
+        over = self._round.over() or lost or self._fill_vacant(now) or self._look()
+        over = over or self._look_for_lost(now, silent) or self._look_at_groups(now)
         newest = self._round.newest()
         follows = newest is not None and newest.number > self._current.number
         if self._input_spent and (follows or (over is not None and over.action != "stop")):
@@ -226,8 +250,16 @@ class Agent(RendezvousAgent):
         finally:
             if self.is_ending():
                 self._tell_that_ranks_are_gone()
-            if self._identity is not None:
-                self._identity.leave()  # last, for it asks the store, which may not answer
+
+    def _end(self, death_sig: signal.Signals, grace_s: float, *, told: bool = False) -> None:
+        super()._end(death_sig, grace_s, told=told)
+        if self._watch is not None:
+            self._watch.ended()
+
+    def rest(self) -> None:
+        super().rest()
+        if self._identity is not None:
+            self._identity.leave()  # last, for it asks the store, which may not answer
 
     def exit_code_after(self, sigval: signal.Signals) -> int:
         """0 if every worker ended well after the signal, else the shell's 128 + signal. Says what is safe."""
@@ -274,7 +306,7 @@ class Agent(RendezvousAgent):
         if now - self._asked_at < ASK_S:
             return False
         self._asked_at = now
-        gone = self._meeting.links.gone() if self._meeting is not None else {}
+        gone = self._gone()
         try:
             self._round.spend()
             return self._round.all_spent(gone)
@@ -300,8 +332,11 @@ class Agent(RendezvousAgent):
         links = self._meeting.links if self._meeting is not None else None
         ends = links.filenos() if links is not None else []
         news = readable([*lines, *ends, *([] if forkserver.lost else [forkserver.fileno])], self._interval_s)
+        # What is left unread would end the next wait at once.
         if links is not None and not set(ends).isdisjoint(news):
-            links.gone()  # else the next wait would end at once
+            links.gone()
+        if not forkserver.lost and forkserver.fileno in news:
+            forkserver.await_news(0.0)
 
     def _hear(self, worker_slot: WorkerSlot) -> None:
         worker_slot.line.flush()
@@ -445,13 +480,13 @@ class Agent(RendezvousAgent):
         self._failures[rank] = ProcessFailure(
             local_rank=rank, pid=worker_slot.proc.pid, exitcode=code, error_file=self._workers.error_files[rank]
         )
+        worker_slot.clean_up()  # first: if it cannot be done now, all of this comes again
         logger.error(
             "failed (exitcode: %s) rank: %s local_rank: %s (pid: %s)",
             code, self._rank_of(worker_slot), rank, worker_slot.proc.pid,
         )  # fmt: skip
         if self._watch is not None:
             self._watch.gone(self._rank_of(worker_slot))
-        worker_slot.clean_up()
 
     def _why(self, worker_slot: WorkerSlot) -> str:
         """A phrase that follows the name of a worker: how it ended."""
@@ -488,7 +523,7 @@ class Agent(RendezvousAgent):
                     worker_slot.kill(KillReason.HANGS)
             if verdict.kind == "restart_all" or (verdict.ranks in nodes and verdict.kind == "replace_node"):
                 of_many = verdict
-        if of_many is None or self._round.wanted(self._current.number + 1):
+        if of_many is None or (self._round.wanted(self._current.number + 1) and not self._is_leader_missed(silent)):
             return None
         if of_many.ranks in nodes:
             return self._node_lost(now, *nodes[of_many.ranks], of_many.reason)
@@ -503,19 +538,39 @@ class Agent(RendezvousAgent):
         facts = {"ranks": self._round.ranks_of(node), "nodes": [failure.node], "found_by": what, "found_s": silent_s}
         return self._act(self._cases.judge(failure, now, self._readings(), facts), what)
 
-    def _look_at_groups(self, now: float, silent: Mapping[int, float]) -> RoundOver | None:
-        """Workers that hold an error of broken groups, and a node that is silent: two kinds of evidence."""
+    def _look_for_lost(self, now: float, silent: Mapping[int, float]) -> RoundOver | None:
+        """A node that is silent or gone, and ranks here that miss it: two kinds of evidence."""
+        sign = self._sign_of_loss(silent)
+        if sign is None:
+            return None
+        found = lost(self._signs(silent), sign)
+        return (
+            self._node_lost(now, found.value, silent.get(found.value, 0.0), found.reason) if found.value >= 0 else None
+        )
+
+    def _sign_of_loss(self, silent: Mapping[int, float]) -> Sign | None:
+        """Return what shows here that a node may be lost; None: nothing does."""
         assert self._round is not None
-        holding = [
-            worker_slot
-            for worker_slot in self._worker_slots()
-            if worker_slot.status is WorkerStatus.HOLDS and worker_slot.order == self._serial
-        ]
+        holding, has_finished, is_missed = self._holding(), self._has_finished(), self._is_leader_missed(silent)
+        if not holding and not has_finished and not is_missed:
+            return None
+        if self._round.wanted(self._current.number + 1):
+            return Sign.UNANSWERED if is_missed else None
+        if holding:
+            return Sign.BROKEN
+        return Sign.AWAITED if has_finished and not self._round.all_finished(self._current.number) else None
+
+    def _holding(self) -> list[WorkerSlot]:
+        """Return the workers that hold an error of broken groups."""
+        slots = self._worker_slots()
+        return [slot for slot in slots if slot.status is WorkerStatus.HOLDS and slot.order == self._serial]
+
+    def _look_at_groups(self, now: float) -> RoundOver | None:
+        """Workers that hold an error of broken groups, which no process and no node explains."""
+        assert self._round is not None
+        holding = self._holding()
         if not holding or self._round.wanted(self._current.number + 1):
             return None
-        found = lost(self._signs(silent), broken=True)
-        if found.value >= 0:
-            return self._node_lost(now, found.value, silent.get(found.value, 0.0), found.reason)
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
         if any(
@@ -548,10 +603,19 @@ class Agent(RendezvousAgent):
         answer = self._cases.judge(failure, now, self._readings(), {"found_by": why} if ended else None)
         return self._act(answer, f"groups broke, and {why}: {first.error[:200]}")
 
+    def _gone(self) -> dict[int, str]:
+        """Return group rank -> proof of the launchers whose processes have ended."""
+        return self._meeting.links.gone() if self._meeting is not None else {}
+
+    def _is_leader_missed(self, silent: Mapping[int, float]) -> bool:
+        """Return whether the launcher that grants incarnations is silent or gone: what was asked for may never come."""
+        assert self._round is not None
+        return not self._round.leads and 0 in {*silent, *self._gone()}
+
     def _signs(self, silent: Mapping[int, float]) -> dict[int, NodeFacts]:
         """Return what is known of the nodes that are silent or proven gone."""
         assert self._round is not None
-        gone = self._meeting.links.gone() if self._meeting is not None else {}
+        gone = self._gone()
         return {
             node: NodeFacts(silent.get(node, 0.0), self._round.heartbeats.longest_silence_s(node), gone.get(node, ""))
             for node in {*silent, *gone}
@@ -589,7 +653,6 @@ class Agent(RendezvousAgent):
         self._tell(self._cases.ended(time.monotonic()))
         if self._round is not None:
             self._round.leave()
-        now = time.monotonic()
         for worker_slot in self._worker_slots():
             if worker_slot.status is WorkerStatus.HOLDS:  # its error stands; it prints it and ends
                 worker_slot.line.send("fail")
@@ -597,20 +660,26 @@ class Agent(RendezvousAgent):
                 worker_slot.announced_code = worker_slot.announced_code or 1
         for worker_slot in self._worker_slots():
             if worker_slot.status is WorkerStatus.ENDS and worker_slot.proc.poll() is None:
-                worker_slot.await_end(self._rules.exit_grace_s + worker_slot.since - now)
+                worker_slot.await_end(self._rules.exit_grace_s + worker_slot.since - time.monotonic())
                 self._note_death(worker_slot)
         self._remaining_restarts = 0
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    def _replaced(self) -> RunResult:
-        """Another launcher is this node by now: nothing of ours goes on."""
-        logger.error("another launcher took the place of this one, which was silent for too long; it ends")
+    def _end_as_replaced(self) -> NoReturn:
+        """Another launcher is this node by now: nothing of ours goes on, and the job, which is the other's, does.
+
+        Raises:
+            InUse: always.
+        """
         for worker_slot in self._worker_slots():
             worker_slot.close(signal.SIGKILL)
-        self._remaining_restarts = 0
-        return RunResult(state=WorkerState.FAILED)
+        raise InUse(
+            "another launcher took the place of this one, which was silent for too long; it ends",
+            where=f"node {self._rules.name}",
+            remedy="start it again under another --node-label if the node is wanted",
+        )
 
     def _store_lost(self, error: Exception, worker_group: WorkerGroup) -> RunResult:
         """The host of the rendezvous store is gone: workers go on as they can until all have met elsewhere."""
@@ -737,13 +806,17 @@ class Agent(RendezvousAgent):
 
     def _all_finished(self) -> bool:
         assert self._round is not None
-        if any(
-            worker_slot.status is not WorkerStatus.FINISHED or worker_slot.order != self._serial
-            for worker_slot in self._worker_slots()
-        ):
+        if not self._has_finished():
             return False
         self._round.finish(self._current.number)
         return self._round.all_finished(self._current.number)
+
+    def _has_finished(self) -> bool:
+        """Return whether all workers of this node have finished the order in force."""
+        return all(
+            worker_slot.status is WorkerStatus.FINISHED and worker_slot.order == self._serial
+            for worker_slot in self._worker_slots()
+        )
 
     def _succeeded(self) -> RunResult:
         """All ranks have finished: workers end as plain Python does. Threads and exit handlers have all the time they take."""

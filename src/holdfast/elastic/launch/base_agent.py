@@ -90,16 +90,16 @@ class BaseAgent(LocalElasticAgent):
             for each in (handed_on(number), signal.SIGCONT):
                 try:
                     os.kill(pid, each)
-                except ProcessLookupError:
-                    pass  # it ended
+                except (ProcessLookupError, PermissionError):
+                    pass  # it ended, or became another user's
 
     def kill(self) -> None:
         """Kills the workers and all that they started."""
         for pid in self._unreaped():
             try:
                 os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it ended
+            except (ProcessLookupError, PermissionError):
+                pass  # it ended, or is another user's
 
     def safe(self) -> str:
         """Returns what was saved, as far as workers told."""
@@ -136,8 +136,18 @@ class BaseAgent(LocalElasticAgent):
         self._ends_by = number
         raise SignalException(f"process {os.getpid()} got {signal.strsignal(number)}", signal.Signals(number))
 
+    def _raise_swallowed_signal(self) -> None:
+        """Raise for a signal whose exception code that catches all has swallowed: it is raised wherever the main thread is.
+
+        Raises:
+            SignalException: one came, and the workers have not been told to end.
+        """
+        if self._ends_by and not self._is_ending:
+            raise SignalException(f"process {os.getpid()} was told to end", signal.Signals(self._ends_by))
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Facts of the workers. If one failed, its survivors are ended within our bound before torch looks."""
+        self._raise_swallowed_signal()
         if any(process.poll() not in (None, 0) for process in self._processes()):
             # Noted before the survivors end, so that torch's report names the worker that failed first.
             getattr(self._pcontext, "_capture_process_failures", set)(set())

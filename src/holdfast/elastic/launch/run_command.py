@@ -44,7 +44,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher.api import LaunchConfig
@@ -178,7 +178,14 @@ def _run_job(job: _Job, supply: ProcessSupply) -> int:
     if cache is not None:
         cache.start()
     early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else KeeperHints()
-    spec = _worker_spec(job.config, job.entrypoint, job.arguments, can_move=job.program is not None)
+    try:
+        spec = _worker_spec(job.config, job.entrypoint, job.arguments, can_move=job.program is not None)
+    except (RendezvousConnectionError, ValueError) as error:
+        sys.stderr.write(_no_rendezvous(job.config.rdzv_endpoint, error))
+        supply.close()
+        if cache is not None:
+            cache.close()
+        return 1
     watch = make_watch(settings, args)
     agent = Agent(
         spec,
@@ -403,6 +410,14 @@ def _meeting(params: RendezvousParameters) -> RendezvousHandler:
         return rendezvous_registry.get_rendezvous_handler(params)
     store = HashStore()
     return create_handler(store, C10dRendezvousBackend(store, params.run_id), params)
+
+
+def _no_rendezvous(endpoint: str, error: Exception) -> str:
+    why = str(error.__cause__ or error).splitlines()[0]
+    return (
+        f"holdfast run: no rendezvous at {endpoint}: {why}; give HOST:PORT of the first node (--rdzv-endpoint), and see that"
+        " it runs and that its port can be reached from here\n"
+    )
 
 
 def _over_tcp(params: RendezvousParameters) -> bool:

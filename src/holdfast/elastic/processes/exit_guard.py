@@ -38,7 +38,7 @@ HURRY = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
 class WorkerOwner(Protocol):
-    """Has workers; `elastic.launch.base_agent.PlainAgent`. Called in the guard's thread."""
+    """Has workers; `elastic.launch.base_agent.BaseAgent`. Called in the guard's thread."""
 
     def is_ending(self) -> bool:
         """Return whether the workers have been told to end."""

@@ -126,13 +126,15 @@ class WorkerSlot:
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Signals the worker and all it started; torch calls this."""
+        if self.proc.returncode is not None and state(self.proc.pid) not in ("", "Z", "X"):
+            return  # it was reaped and another process has its number: nothing of its group is left, which would keep it
         if death_sig == signal.SIGKILL:
             kill_group(self.proc.pid)
             return
         try:
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
-        except ProcessLookupError:
-            pass  # the group is gone
+        except (ProcessLookupError, PermissionError):
+            pass  # the group is gone, or what is left of it is another user's
 
     def await_end(self, grace_s: float) -> None:
         """Give a worker that told of an error its time to end."""
@@ -183,6 +185,9 @@ class Workers(SubprocessContext):
             str, tuple[Any, dict[int, dict[str, str]]]
         ] = {}  # of replacements, by the suffix of the attempt
         self._spares: list[tuple[Child, AgentChannel, int]] = []
+        self._followers: dict[
+            tuple[int, int], TailLog
+        ] = {}  # of replacements, by local rank and the stream's first one
         self._notes: dict[int, int] = {}
         self._has_pages = True
 
@@ -317,5 +322,9 @@ class Workers(SubprocessContext):
         self.envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = envs[local_rank]["TORCHELASTIC_ERROR_FILE"]
         for tail, files in zip(self._tail_logs[:2], (made.tee_stdouts, made.tee_stderrs), strict=False):
             if local_rank in files:
-                follower = TailLog(self.name, {local_rank: files[local_rank]}, tail._dst, self._prefixes)
-                self._tail_logs.append(follower.start())
+                if (before := self._followers.pop((local_rank, id(tail)), None)) is not None:
+                    before.stop()  # reads what is left in the file of the dead one; a thread each would be left for good
+                    self._tail_logs.remove(before)
+                follower = TailLog(self.name, {local_rank: files[local_rank]}, tail._dst, self._prefixes).start()
+                self._followers[local_rank, id(tail)] = follower
+                self._tail_logs.append(follower)

@@ -26,7 +26,7 @@ from holdfast.base.errors import ConfigError
 from holdfast.checkpoint.liveness import heartbeat_page
 from holdfast.core.elastic.failure_detector import Exit, Kind, Verdict, Watch, cause
 from holdfast.core.elastic.watch_mode import CAREFUL, MODES, Mode
-from holdfast.core.elastic.worker_facts import Phase, WorkerSample
+from holdfast.core.elastic.worker_facts import WorkerSample
 from holdfast.elastic.watchdog import worker_interrupt
 from holdfast.elastic.watchdog.proc_stats import ProcessSampler, oom_kills, vitals
 from holdfast.elastic.watchdog.run_journal import Journal
@@ -109,17 +109,24 @@ class Watchdog:
             self._examiner.forget(worker.pid)
             os.close(worker.pidfd)
 
-    def stands(self, rank: int) -> Phase | None:
-        """Return where the last stack dump of its silence shows the rank; None if there is none."""
-        worker = self._workers.get(rank)
-        return worker.stack.stands if worker is not None else None
+    def begin_round(self) -> None:
+        """The ranks of this node may be others from now on: those that it had are not looked at until they start."""
+        self._forget_all()
+        self._watch.begin_round()
+
+    def ended(self) -> None:
+        """All workers have ended, and their pages are still open: the journal gets the last that they say."""
+        self.journal.progress(time.monotonic(), self._workers_read(), always=True)
+        self._forget_all()
 
     def close(self, code: int | None = None) -> None:
         """No more workers; the launcher's exit code goes into the journal."""
-        self.journal.progress(time.monotonic(), self._workers_read(), always=True)
+        self._forget_all()
+        self.journal.close(code)
+
+    def _forget_all(self) -> None:
         for rank in tuple(self._workers):
             self.gone(rank)
-        self.journal.close(code)
 
     def why_it_ended(self, code: int) -> str:
         """A phrase for a worker's exit; negative codes are signals."""

@@ -92,8 +92,13 @@ class GroupSockets:
 
 
 def own_sockets() -> Iterator[tuple[int, int]]:
-    """(descriptor, inode) of every open socket of this process."""
-    for entry in os.listdir("/proc/self/fd"):
+    """(descriptor, inode) of every open socket of this process; none if no descriptor is left to list them with."""
+    try:
+        entries = os.listdir("/proc/self/fd")
+    except OSError as error:
+        logger.warning("the sockets of broken groups are left to the launcher: %s", error)
+        return
+    for entry in entries:
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
@@ -129,7 +134,7 @@ class Aborts:
 
     def begin(self) -> None:
         """Aborts groups that are not gloo's, all together, unless they are being aborted. Returns at once."""
-        groups = [group for group in getattr(getattr(c10d, "_world", None), "pg_map", ()) if _aborts(group)]
+        groups = [group for group in list(getattr(getattr(c10d, "_world", None), "pg_map", ())) if _aborts(group)]
         groups = [group for group in groups if group not in self._known]
         self._known.update(groups)
         batched = [group for group in groups if _batcher(group) is not None]

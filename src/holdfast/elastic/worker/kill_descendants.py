@@ -43,8 +43,8 @@ def kill_group(group: int) -> None:
         time.sleep(POLL_S)
     try:
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all have ended
+    except (ProcessLookupError, PermissionError):
+        pass  # all have ended, or those that are left are another user's, as of `sudo`
 
 
 def _members(group: int) -> list[int]:
@@ -80,7 +80,7 @@ def _kill(pid: int, group: int) -> None:
     try:
         if _group_of(pid) == group:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it ended
+    except (ProcessLookupError, PermissionError):
+        pass  # it ended, or is another user's
     finally:
         os.close(handle)

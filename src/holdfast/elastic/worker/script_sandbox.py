@@ -88,6 +88,14 @@ def _globals() -> list[tuple[Any, str, Any]]:
     return [(owner, name, getattr(owner, name)) for owner, names in _GLOBALS for name in names]
 
 
+def _is_in(directory: str) -> bool:
+    """Return whether this is the working directory."""
+    try:
+        return os.getcwd() == directory
+    except OSError:
+        return False  # it was removed
+
+
 def _loggers() -> dict[str, logging.Logger]:
     found = {name: it for name, it in logging.root.manager.loggerDict.items() if isinstance(it, logging.Logger)}
     return {"": logging.root, **found}
@@ -161,7 +169,8 @@ class ScriptSandbox:
         """Everything is as a new interpreter would have it."""
         os.environ.clear()
         os.environ.update(order.environment)
-        os.chdir(self.directory)
+        if not _is_in(self.directory):  # a directory that may be kept and not entered again, as of root, is stayed in
+            os.chdir(self.directory)
         sys.argv[:] = order.arguments
         # As torchrun would start it: a script that starts itself anew is no launcher.
         sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if order.is_module else []), *order.arguments]

@@ -348,7 +348,12 @@ class Runner:
                     self._changed.notify_all()
             with self._changed:  # `begin` takes it too: what is cut here is of the run that must end
                 if self._must_leave() and self._running is not None:
-                    self._break_off(self._running)
+                    try:
+                        self._break_off(self._running)
+                    except (
+                        Exception
+                    ):  # whatever it is, the launcher cuts and ends; without this thread nothing is heard
+                        logger.exception("the groups of a run that is over could not be left")
                     signal.pthread_kill(self._main, WAKE)
                     self._changed.wait(AGAIN_S)
 
@@ -379,7 +384,8 @@ def run_script(order: RunOrder) -> None:
 
 def _end_now() -> None:
     """End this process with everything that the script started."""
-    kill_group(os.getpid())
+    with contextlib.suppress(OSError):  # no descriptor is left to list processes with: its parent kills the group
+        kill_group(os.getpid())
     os.kill(os.getpid(), signal.SIGKILL)  # it leads no group: not forked by the fork server
 
 

@@ -135,7 +135,7 @@ class Round:
             wishes = [self._store.get(f"version/{rank}").decode() for rank in range(self.size)]
             # A node that joins later was started with the same command, and the job has come back to it long ago.
             self.version = next((wish for wish in wishes if wish != NO_WISH), NO_WISH) if all(wishes) else ""
-            self._publish(1, max(int(self._store.get(key)) for key in told), "start")
+            self._publish(_workers_store(), 1, max(int(self._store.get(key)) for key in told), "start")
         _await(lambda: self.newest() is not None, apart)
         assert self._known is not None
         return self._known
@@ -161,9 +161,18 @@ class Round:
             wanted = f"want/{self._known.number + 1}"
             if self._store.check([wanted]):
                 told = json.loads(self._store.get(wanted))
-                self._publish(self._known.number + 1, self._known.recoveries + 1, told["reason"], older=told["older"])
-                self._read()
+                self._grant(self._known, told["reason"], older=told["older"])
         return self._known
+
+    def _grant(self, known: Incarnation, reason: str, *, older: bool) -> None:
+        """Publish the incarnation behind `known`. Without a descriptor or a port for its store: at the next look."""
+        try:
+            fresh = _workers_store()
+        except DistError as error:
+            logger.error("no store for incarnation %d now, it is tried again: %s", known.number + 1, error)
+            return
+        self._publish(fresh, known.number + 1, known.recoveries + 1, reason, older=older)
+        self._read()
 
     def propose(self, number: int, reason: str, *, older: bool = False) -> None:
         """Asks for incarnation `number`; the first who asks gives the reason. The failed process must be gone."""
@@ -248,11 +257,8 @@ class Round:
             self._raw = raw
             self._known = Incarnation(**json.loads(raw))
 
-    def _publish(self, number: int, recoveries: int, reason: str, *, older: bool = False) -> None:
+    def _publish(self, fresh: TCPStore, number: int, recoveries: int, reason: str, *, older: bool = False) -> None:
         """Names a fresh store to all. Workers of the older incarnation lose theirs only now, and whoever waits there wakes up."""
-        fresh = TCPStore(
-            "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=OPEN_TIMEOUT_S)
-        )
         row = asdict(Incarnation(number, fresh.port, recoveries, reason, older, self.version))
         stored = self._store.compare_set("now", self._raw, json.dumps(row)).decode()
         if json.loads(stored)["port"] == fresh.port:
@@ -314,6 +320,11 @@ class Heartbeats:
             rank for rank, (text, at) in self._seen.items() if text.endswith(STUCK.encode()) and now - at <= 2 * BEAT_S
         ]
         return [number for rank in said for number in self._ranks_of(rank)]
+
+
+def _workers_store() -> TCPStore:
+    """Return a store for the workers of one incarnation, hosted here."""
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=OPEN_TIMEOUT_S))
 
 
 def _await(ready: Callable[[], bool], apart: Callable[[], str]) -> None:

@@ -124,8 +124,7 @@ class Identity:
         try:
             raw, known = self._read()
             if known is not None and stands(known, self._mine):
-                self._mine = replace(self._mine, left=True)
-                self._write(raw)
+                self._write(raw, replace(self._mine, left=True))
         except (DistError, RuntimeError) as error:
             logger.info("the name of node %s was not given back: %s", self._name, error)
 
@@ -143,9 +142,9 @@ class Identity:
         raw = self._store.get(self._name).decode()
         return raw, Claim(**json.loads(raw))
 
-    def _write(self, before: str) -> bool:
-        """Return whether nobody was quicker."""
-        text = json.dumps(asdict(self._mine))
+    def _write(self, before: str, claim: Claim | None = None) -> bool:
+        """Return whether nobody was quicker. `claim`: what is written; None: ours."""
+        text = json.dumps(asdict(claim or self._mine))
         return bool(self._store.compare_set(self._name, before, text).decode() == text)
 
 
