@@ -127,3 +127,14 @@ def test_a_look_at_thousands_of_tensors_calls_no_garbage_collector() -> None:
 
     assert gc.isenabled()
     assert collections_of(look) <= NUM_LOOKS
+
+
+@pytest.mark.parametrize("turned", [torch.conj, torch._neg_view])
+def test_a_tensor_that_is_read_conjugated_or_negated_from_now_on_has_changed(
+    turned: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """A bit of the tensor says so: memory, shape, strides and dtype stay."""
+    tensor = torch.ones(4, 4, dtype=torch.complex64)
+    watch = Tensors([tensor])
+    tensor.data = turned(tensor.data)
+    assert not watch.unchanged()

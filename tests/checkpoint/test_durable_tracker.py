@@ -29,6 +29,7 @@ from holdfast.checkpoint.job.keeper_link import ASK_S
 from holdfast.checkpoint.job.slot_reservation import Reservation
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.restorer import Restorer
+from holdfast.checkpoint.save import save_handle
 from holdfast.checkpoint.save.durable_tracker import DurableTracker
 from holdfast.checkpoint.save.save_handle import SaveHandle, never
 from holdfast.cli.stored import versions as look
@@ -970,3 +971,10 @@ def test_a_stop_waits_for_the_next_keeper_of_another_checkpointer(
         made["a"]._stop(made["a"]._run.last)
     assert [version.step for version in versions(tmp_path / "b")] == [0]
     leave(other)
+
+
+def test_who_waits_in_vain_is_told_the_newest_alarms() -> None:
+    """Older ones may be long over; what stands last is most likely the reason."""
+    alarms = [{"text": f"alarm {number}"} for number in range(5)]
+    client = SimpleNamespace(status=lambda **_: {"alarms": alarms})
+    assert save_handle._alarms(client, time.monotonic()) == "; alarm 2; alarm 3; alarm 4"  # type: ignore[arg-type]

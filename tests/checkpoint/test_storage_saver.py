@@ -23,6 +23,7 @@ from holdfast.cli import status as status_tool
 from holdfast.core.model import Level, Version
 from holdfast.core.scheduling import storage_only_steps
 from holdfast.keeper.observe import degraded_notice
+from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import wait_ended
 from kit.checkpointers import Make, Trainee
@@ -264,3 +265,16 @@ def test_the_note_of_a_killed_process_means_nothing_and_goes(make: Make, runtime
     assert not list(degraded_notice.posted(runtime_dir))
     degraded_notice.sweep(told.place)
     assert not told.place.notice.exists()
+
+
+def test_a_keeper_that_writes_the_same_version_late_replaces_no_part_of_it(make: Make, tmp_path: Path) -> None:
+    """It was slow when the ranks went on with storage alone, and wrote its part of the version when that was committed."""
+    checkpointer = make(Trainee(), **NO_MEMORY)
+    checkpointer.restore()
+    assert checkpointer.save(1, "durable").reached is Level.DURABLE
+    store = open_storage(tmp_path / "job", Events())
+    before = store.manifest(Version(1, 1))
+    store.write_part(Version(1, 1), 0, [], stamp=make_stamp(1))
+    assert store.manifest(Version(1, 1)) == before
+    for file in before.bundles:
+        store.bundles.verify(Version(1, 1), file)

@@ -84,25 +84,25 @@ def test_broken_groups_are_no_failure_while_a_rank_that_was_killed_dies() -> Non
     survivor = WorkerSlot(0, lives, None, -1, WorkerStatus.HOLDS, error="Connection reset by peer")  # type: ignore[arg-type]
     hung = WorkerSlot(1, lives, None, -1, WorkerStatus.RUNS, killed_for=KillReason.HANGS, killed_at=1000.0)  # type: ignore[arg-type]
     agent: Any = object.__new__(Agent)
-    agent._worker_slots, agent._serial, agent._signs = lambda: [survivor, hung], 0, lambda _: {}
+    agent._worker_slots, agent._serial = lambda: [survivor, hung], 0
     beats = SimpleNamespace(is_one_missed=lambda _: False)
     agent._round = SimpleNamespace(wanted=lambda _: False, somebody_ends=lambda _: False, size=1, heartbeats=beats)
     agent._current, agent._unfit, agent._node = SimpleNamespace(number=1), "", "n"
     agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in range(2)])
     agent._cannot_run_twice, agent._readings = lambda _: False, list
     agent._cases, agent._act = SimpleNamespace(judge=lambda *_: None), lambda _, fact: fact
-    said = [agent._look_at_groups(1000.0 + waited_s, {}) for waited_s in (5.0, 30.0, DIES_S + 1.0)]
+    said = [agent._look_at_groups(1000.0 + waited_s) for waited_s in (5.0, 30.0, DIES_S + 1.0)]
     assert said[:2] == [None, None]
     assert "no process died" in str(said[2]), "a process that the kernel does not let die holds nobody for ever"
     lives.poll = lambda: -9
-    assert "no process died" in str(agent._look_at_groups(1005.0, {}))
+    assert "no process died" in str(agent._look_at_groups(1005.0))
     hung.status = WorkerStatus.FINISHED
-    assert "and rank 1 had finished" in str(agent._look_at_groups(1005.0, {}))
+    assert "and rank 1 had finished" in str(agent._look_at_groups(1005.0))
     lives.is_untold = lambda: True
-    assert agent._look_at_groups(1000.0 + 2 * DIES_S, {}) is None, "nobody can be replaced before the fork server tells"
+    assert agent._look_at_groups(1000.0 + 2 * DIES_S) is None, "nobody can be replaced before the fork server tells"
     lives.is_untold = lambda: False
     beats.is_one_missed = lambda _: True
-    said = [agent._look_at_groups(waited_s, {}) for waited_s in (HOLD_S, MOST_SILENCE_S, HOLD_S + MOST_SILENCE_S)]
+    said = [agent._look_at_groups(waited_s) for waited_s in (HOLD_S, MOST_SILENCE_S, HOLD_S + MOST_SILENCE_S)]
     assert said[:2] == [None, None], "a node that is silent may be lost: whoever goes on in place waits for its ranks"
     assert "and rank 1 had finished" in str(said[2]), "nobody is held for ever"
 
@@ -166,7 +166,7 @@ def _judge_report(runtime_dir: Path) -> None:
     assert incident["found_s"] > 2.5
     assert abs(sum(report["seconds"].values()) - report["wall_s"]) <= 0.01 * report["wall_s"]
     assert report["seconds"]["detection"] > 2.5
-    assert report["seconds"]["steps"] > 0.5
+    assert report["seconds"]["steps"] > 0.1
     assert report["finished"]
     assert report["watchdog"] == "careful"
 

@@ -270,3 +270,23 @@ def test_nothing_is_removed_before_what_has_to_stay_survives_a_power_cut(
     assert store.versions() == [Version(1, step) for step in range(1, 5)]
     RetentionRunner(Events()).after(store, Version(1, 4), assembly, None)
     assert store.versions() == [Version(1, 3), Version(1, 4)]
+
+
+def test_a_mark_that_could_not_be_made_is_made_for_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`keep_every` by time: else no version of those minutes would stay."""
+    store, retirement = new_store(tmp_path / "root"), RetentionRunner(Events())
+    assembly = Assembly(1, store.where, store.job_id(), Topology(("n",), (0,)), (), keep_every_s=3600.0)
+    save(store, Version(1, 1))
+
+    def refused(_: Version) -> None:
+        raise StorageError("of a moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.marks, "keep", refused)
+        with pytest.raises(StorageError, match="of a moment"):
+            retirement.after(store, Version(1, 1), assembly, None)
+    save(store, Version(1, 2))
+    retirement.after(store, Version(1, 2), assembly, None)
+    assert store.marks.kept() == {Version(1, 2)}

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -25,7 +26,7 @@ import pytest
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, InUse, KeeperError, KeeperLost, KeeperNotStarted
 from holdfast.core.model import Version
-from holdfast.keeper.rpc import messages, spawn
+from holdfast.keeper.rpc import messages, server, spawn
 from holdfast.keeper.rpc.caller import dial
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.paths import KEEPER_LOCK, job_digest, place_of
@@ -566,3 +567,34 @@ def test_a_greeting_of_another_protocol_need_not_look_like_ours(make_rig: MakeRi
     assert isinstance(reply, messages.Refusal)
     assert f"protocol {messages.PROTOCOL}, this process 99" in reply.what
     channel.close()
+
+
+def test_who_left_before_it_was_greeted_takes_no_place_of_the_others(tmp_path: Path) -> None:
+    """On a busy machine dozens may have come and gone before a thread looks at the first."""
+    served = server.Server(tmp_path / "socket", SimpleNamespace())  # type: ignore[arg-type]
+    served._thread_pool = SimpleNamespace(lend=lambda _: None)  # type: ignore[assignment]
+    ends: list[socket.socket] = []
+
+    def come() -> frames.Channel:
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        return frames.Channel(ours, where="someone")
+
+    try:
+        for _ in range(frames.MAX_CONNECTIONS):
+            served._accept(come)
+        served._accept(come)
+        assert len(served._connections) == frames.MAX_CONNECTIONS, "those that are there come first"
+        for end in ends[:2]:
+            end.close()
+        served._accept(come)
+        assert len(served._connections) == frames.MAX_CONNECTIONS + 1
+        assert sum(connection.channel.is_cut for connection in served._connections.values()) == 2
+    finally:
+        for connection in served._connections.values():
+            connection.channel.close()
+        for end in ends:
+            end.close()
+        served._listener.close()
+        os.close(served._wake)
+        served._poll.close()

@@ -7,11 +7,13 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from holdfast.base.errors import CorruptError
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Topology, Version
 from holdfast.core.versions import writer_failover
@@ -24,6 +26,7 @@ from holdfast.keeper.observe.metrics import render
 from holdfast.keeper.rpc import announcements
 from holdfast.keeper.rpc.messages import Assembly
 from holdfast.keeper.slots.slot_pool import HeldSlot
+from holdfast.keeper.storage import writer
 from holdfast.keeper.storage.writer import SIGN_S
 from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.testing.checks.corrupt import damage_memory
@@ -370,3 +373,71 @@ class _Found(list):
 
     def of_rank(self, rank: int) -> list[HeldSlot]:
         return [held for held in self if held.rank == rank and not held.replica]
+
+
+def test_an_order_whose_replica_is_on_its_way_is_tried_until_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that keeps the replica takes over from one whose mount is broken, before the bytes have come."""
+    version, clock = Version(1, 4), SimpleNamespace(now=100.0)
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    held = HeldSlot(None, 0, True)
+    held.state, held.version, held.images = SlotState.SEALED, version, {}
+    standing = Standing(frozenset(), "", abandoned=False, due=True)
+    state = SimpleNamespace(
+        slot_pool=_Found([held]),
+        ledger=SimpleNamespace(incarnation=1, standing=lambda _: standing),
+        lock=threading.RLock(),
+        changed=lambda: None,
+        alarms=SimpleNamespace(warn=lambda *_: None),
+        callbacks=SimpleNamespace(report=lambda _: None),
+    )
+    queued: list[WriteAttempt] = []
+    persister = writer.Persister(state, SimpleNamespace(), Events(), SimpleNamespace(), None)  # type: ignore[arg-type]
+    persister._failover = WriterFailover(state, Events(), queued.append)
+    part = writer_failover.Part(0, (1, 0), (BundleRef("theirs", (0,), 0, 1, 8, ""),))
+    order = writer_failover.Order(version, (part,), 1, "node 1 is out")
+    try:
+        persister._again.failed(order, CorruptError("no good copy of it is held here"))
+        for _ in range(5):
+            clock.now += writer.MAX_PAUSE_S
+            persister.tick()
+        assert not queued
+        held.images = {"theirs": None}
+        clock.now += writer.MAX_PAUSE_S
+        persister.tick()
+        assert [attempt.order for attempt in queued] == [order]
+        held.images, standing = {}, replace(standing, passed=True)
+        persister._again.failed(order, CorruptError("no good copy of it is held here"))
+        clock.now += writer.MAX_PAUSE_S
+        persister.tick()
+        assert persister._again.pending is None, "a newer version is durable: those that wait are told so"
+    finally:
+        persister.stop()
+
+
+@pytest.mark.parametrize("who", ["persister", "committer"])
+def test_a_fault_that_is_not_of_storage_is_told_and_tried_again(who: str) -> None:
+    """No thread can be started for a moment, as under a limit of processes."""
+    version, told = Version(1, 4), []
+
+    def fails(*_: object) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    state = SimpleNamespace(
+        lock=threading.RLock(), changed=lambda: None, assembly=None,
+        alarms=SimpleNamespace(warn=lambda _, text: told.append(text), calm=lambda _: None),
+    )  # fmt: skip
+    failover = SimpleNamespace(failed=lambda *_: told.append("next in line"), done=lambda _: None)
+    order = writer_failover.Order(version, (), 0, "")
+    if who == "persister":
+        made = writer.Persister(state, SimpleNamespace(), Events(), SimpleNamespace(), failover)  # type: ignore[arg-type]
+        made._write = fails  # type: ignore[method-assign]
+        made._persist(WriteAttempt(order))
+        assert "next in line" in told
+    else:
+        made = writer.Committer(state, SimpleNamespace(open=fails), Events())  # type: ignore[arg-type,assignment]
+        job = SimpleNamespace(order=order, done=lambda version, ok: told.append((version, ok)))
+        made._commit(job)
+        assert (version, False) in told, "the coordinator may order the commit again"
+    made.stop()
+    assert any("can't start new thread" in str(text) for text in told)
+    assert made._again.pending == version

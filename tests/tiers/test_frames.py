@@ -89,6 +89,7 @@ def test_descriptors_come_with_their_frame(pair: tuple[Channel, Channel]) -> Non
     body, fds = pair[1].receive(timeout_s=1)
 
     assert body == b"with"
+    assert not os.get_inheritable(fds[0]), "a child of the script that outlives the job would keep the memory of a slot"
     os.write(fds[0], b"!")
     assert os.read(reader, 1) == b"!"
     frames.close_fds(fds)

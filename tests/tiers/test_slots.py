@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.base.errors import CorruptError, KeeperError, MemoryRefused
-from holdfast.core.model import BundleRef, Seal, Version
+from holdfast.core.layout import bundles
+from holdfast.core.model import BundleRef, Extent, Seal, Shard, Topology, Version
+from holdfast.core.rank_runs import runs_of
+from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace, Slot, SlotHeader
 
@@ -212,3 +215,31 @@ def test_a_slot_for_which_no_descriptor_is_left_is_refused_and_none_leaks() -> N
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node", "gib"), [(40, 8, 2), (64, 8, 10), (128, 8, 10), (512, 1, 1), (1024, 8, 4)]
+)
+def test_a_header_of_all_that_a_rank_of_a_large_job_brings_back_fits(num_nodes: int, per_node: int, gib: int) -> None:
+    """A node that holds nothing fetches all shares of what its rank needs into one slot; a job of 320 ranks could not."""
+    world, rows = num_nodes * per_node, (gib << 30) // 4096
+    topology = Topology(
+        tuple(f"n{node}" for node in range(num_nodes)), tuple(rank // per_node for rank in range(world))
+    )
+    shape = (rows, 1024)
+    shard = Shard("model.w", "F32", shape, Extent((0, 0), shape), tuple(range(world)))
+    planned = bundles.plan_bundles([shard], values_of=[tuple(range(world))], topology=topology)
+    assert len(planned) >= min(world, 256)
+    runs, places, offset = runs_of(tuple(range(world))), list[ImagePlace](), 0
+    for bundle in planned:
+        size = bundle.num_bytes + 4096
+        print_of = bundles.fingerprint(bundle)
+        ref = BundleRef(bundle.bundle_id, (), bundle.index, bundle.count, bundle.num_bytes, print_of, runs=runs)
+        seal = Seal(bundle.bundle_id, size, "d" * 32, ("c" * 32,) * -(-size // CHUNK_BYTES))
+        places.append(ImagePlace(ref, offset, seal))
+        offset += -(-size // 4096) * 4096
+    with contextlib.closing(Slot.promise(offset)) as slot:  # addresses, and no pages but the header's
+        header = SlotHeader("0" * 16, 0, Version(1, 1), "", False, tuple(places))
+        slots.write_header(slot, header)
+        assert slots.read_header(slot) == header
+        assert slot.header_bytes <= 0.002 * offset + slots.HEADER_BYTES

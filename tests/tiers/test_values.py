@@ -145,12 +145,17 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
+@pytest.mark.parametrize("leaf", [1, "a", 2.5, float("nan"), 1j, (1, 2), b"", {1: "a"}], ids=repr)
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {1: v}, lambda v: {"a": v}])
-def test_the_deepest_value_that_is_written_is_read(wrap: Any) -> None:
-    value: Any = 1
-    for _ in range(values.MAX_DEPTH):
-        value = wrap(value)
-    assert same(decode(encode(value)), value)
+def test_the_deepest_value_that_is_written_is_read(wrap: Any, leaf: Any) -> None:
+    value, deepest = leaf, None
+    for _ in range(values.MAX_DEPTH + 3):
+        try:
+            encode(value)
+        except UsageError:
+            break
+        deepest, value = value, wrap(value)
+    assert same(decode(encode(deepest)), deepest)
     with pytest.raises(UsageError, match="deeper"):
         encode(wrap(wrap(value)))
 
@@ -171,8 +176,8 @@ HOSTILE = {
     "nothing": b"",
     "deep lists": b"[" * 5_000_000,
     "deep objects": b'{"a":' * 2_000_000,
-    "deeper than allowed": b"[" * 102 + b"]" * 102,
-    "deep tuples": b'{"$tuple":[' * 102 + b"]}" * 102,
+    "deeper than allowed": b"[" * 104 + b"]" * 104,
+    "deep tuples": b'{"$tuple":[' * 104 + b"]}" * 104,
     "doubled key": b'{"a":1,"a":2}',
     "doubled key in pairs": b'{"$dict":[["a",1],["a",2]]}',
     "doubled member": b'{"$set":[1,1]}',

@@ -277,7 +277,7 @@ def _alarms(client: KeeperClient, deadline: float) -> str:
     """Return what the keeper warns of now; it is most likely the reason. `SILENT`: it does not answer."""
     try:
         alarms = client.status(timeout_s=_ask_s(deadline))["alarms"]
-        return "".join(f"; {alarm['text']}" for alarm in alarms[:MAX_ALARMS])
+        return "".join(f"; {alarm['text']}" for alarm in alarms[-MAX_ALARMS:])
     except HoldfastError as error:
         pass_on(error)
         return SILENT if isinstance(error, KeeperLost) and client.alive else ""

@@ -76,6 +76,11 @@ class _Written:
     rows: tuple[tuple[str, str], ...]
 
 
+# From here on parts of the manifest are numbered that ranks write by themselves. Keepers number from 0, and one that was slow
+# may write the same version at the same time: none of the two replaces a part that the other has committed.
+PARTS_FROM = 500_000
+
+
 class DirectSaver:
     """Saves straight to storage on one rank.
 
@@ -275,7 +280,9 @@ class DirectSaver:
         stamp = make_stamp(version.incarnation)
         files = list(self._write_images(version, plan, values, gathered))
         self._storage.require_job(self._job.assembly.job_id)  # once more: the bundles may have taken minutes
-        name, length, digest = self._storage.write_part(version, self._job.group.rank, files, stamp=stamp)
+        if self.may_stand == version and self._storage.is_committed(version):  # once more, by a keeper that was slow
+            raise LevelNotReached("it was committed before")
+        name, length, digest = self._storage.write_part(version, PARTS_FROM + self._job.group.rank, files, stamp=stamp)
         return _Written(name, length, digest, tuple((file.ref.bundle_id, file.ref.fingerprint) for file in files))
 
     def _write_images(

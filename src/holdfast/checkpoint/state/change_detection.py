@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 # Values of these kinds are read anew at every save; that they change is not a change of structure.
 SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
 # Of a tensor, beside its address; each is asked of all tensors in one go, and by calls that every device has.
-_FACTS: tuple[Callable[[torch.Tensor], object], ...] = (attrgetter("shape"), torch.Tensor.stride, attrgetter("dtype"))
+_FACTS: tuple[Callable[[torch.Tensor], object], ...] = (
+    attrgetter("shape"), torch.Tensor.stride, attrgetter("dtype"), torch.Tensor.is_conj, torch.Tensor.is_neg
+)  # fmt: skip
 
 
 class Containers:

@@ -102,8 +102,8 @@ class RetentionRunner:
             return set()
         now = time.monotonic()
         if self._kept_s is None or now - self._kept_s >= every_s:
-            self._kept_s = now
             storage.marks.keep(version)
+            self._kept_s = now  # behind the mark: a version that could not be marked is not that of its minutes
         return storage.marks.kept()
 
 

@@ -174,7 +174,8 @@ class Persister:
                 later = [job.order.version for job in self._worker.waiting]
                 _tell_later(self._state, (self._again.pending, *later))
             for again in self._again.due() if not self._worker.stopping else ():
-                self._failover.again(again)
+                if not self._failover.again(again):
+                    self._again.failed(again, CorruptError("its replica is not here yet"))
 
     def _persist(self, writing: WriteAttempt) -> None:
         state, order = self._state, writing.order
@@ -185,8 +186,8 @@ class Persister:
             state.alarms.calm("unserviceable")
             with state.lock:
                 self._again.succeeded()
-        except HoldfastError as error:
-            self._failed(order, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits and who is next in line must be told
+            self._failed(order, _of_storage(error))
         finally:
             with state.lock:
                 self._writing = None
@@ -303,6 +304,14 @@ class Persister:
             raise KeeperError("the keeper stops")
 
 
+def _of_storage(error: Exception) -> HoldfastError:
+    """Return a fault as one of storage, which is tried again: no thread or no memory may be left for a while."""
+    if isinstance(error, HoldfastError):
+        return error
+    logger.error("writing to storage failed", exc_info=error)
+    return StorageBusy(f"{type(error).__name__}: {error}")
+
+
 @dataclass(frozen=True, slots=True)
 class CommitJob:
     """A manifest to write, and whom to tell."""
@@ -380,7 +389,8 @@ class Committer:
             )
             with self._events.span("node.committed", version=str(version)):
                 storage.commit(manifest, stamp=make_stamp(version.incarnation), lineage=dict(job.assembly.lineage))
-        except HoldfastError as error:
+        except Exception as trouble:  # noqa: BLE001 - whatever it is, the version must be free for another attempt
+            error = _of_storage(trouble)
             if isinstance(error, Fenced) and newer_run(self._lazy_storage, version.incarnation, job.assembly.job_id):
                 self._superseded = superseded(version.incarnation)
                 self._state.alarms.warn(self._superseded, f"{version} is not durable: {error}")

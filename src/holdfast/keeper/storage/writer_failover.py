@@ -91,13 +91,18 @@ class WriterFailover:
         """Ends leases."""
         self._carry_out(self._watch.tick(time.monotonic()))
 
-    def again(self, order: Order) -> None:
-        """Has an order carried out that failed, if it is still wanted and its bytes are still held."""
+    def again(self, order: Order) -> bool:
+        """Has an order carried out that failed, if it is still wanted and its bytes are here. False: they may still come."""
         ledger = self._state.ledger
         if ledger is None or order.version.incarnation != ledger.incarnation:
-            return
-        if self._holds(order) and Level.DURABLE not in ledger.standing(order.version).reached:
-            self._submit(order)
+            return True
+        standing = ledger.standing(order.version)
+        if Level.DURABLE in standing.reached:
+            return True
+        if not self._holds(order):
+            return standing.passed  # what a newer durable version has passed is not waited for
+        self._submit(order)
+        return True
 
     def _holds(self, order: Order) -> bool:
         """Returns whether a good copy of everything that the order is to write is here."""

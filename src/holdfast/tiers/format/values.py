@@ -217,7 +217,7 @@ def _refuse_constant(text: str) -> Json:
 
 
 def _from_json(tree: Json, depth: int) -> Any:
-    if depth > MAX_DEPTH:
+    if depth > MAX_DEPTH + 2:  # plain values in the deepest container, and the parts of one there, were written
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if type(tree) is list:
         return [_from_json(item, depth + 1) for item in tree]

@@ -36,9 +36,10 @@ BASE_PATIENCE_S = 120.0
 PATIENCE_S_PER_GIB = 4.0
 # Room for values that grow (lists, counters) and headers with them, so that they do not need new slots at once.
 SPARE_BYTES = 1 << 20
-# Room for a header with a few hundred images; grows with the payload because every chunk of it adds a digest.
+# Room for a header: some 300 bytes for each image, and a digest for each chunk. A large job cuts what its ranks share into up to
+# one image for each rank (`core.layout.bundles`), of which none is so small that more than these bytes are needed per chunk.
 HEADER_BYTES = 64 << 10
-HEADER_BYTES_PER_CHUNK = 64
+HEADER_BYTES_PER_CHUNK = 8 << 10
 
 _MAGIC = b"HFSLOT01"
 _PREFIX = struct.Struct("<8sQQ")  # magic, header bytes, payload bytes
@@ -318,7 +319,8 @@ def _geometry(fd: int) -> tuple[int, int]:
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted != wanted:
         raise KeeperError("the slot's size is not sealed; mapping it would not be safe")
-    if num_bytes <= 0 or header_bytes != header_area(num_bytes) or os.fstat(fd).st_size != header_bytes + num_bytes:
+    is_whole = os.fstat(fd).st_size == header_bytes + num_bytes  # how much room a header has its maker decides
+    if num_bytes <= 0 or header_bytes < PAGE or header_bytes % PAGE or not is_whole:
         raise KeeperError("the slot's size does not fit its prefix")
     return header_bytes, num_bytes
 

@@ -137,6 +137,13 @@ class Channel:
         """Return whether `abort` was called; its owner may not have noticed yet."""
         return self._aborted
 
+    @property
+    def is_left(self) -> bool:
+        """Return whether the other end has closed the connection, as the kernel says; bytes of it may still lie here."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     def fileno(self) -> int:
         """The descriptor, to be polled by the owner; -1 once it is closed."""
         return self._sock.fileno()
@@ -362,7 +369,9 @@ class _PlainLink:
     def receive(self, num_bytes: int) -> tuple[bytes, list[int], bool]:
         try:
             room = socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD_SIZE)
-            data, ancillary, flags, _ = self._sock.recvmsg(num_bytes, room, socket.MSG_DONTWAIT)
+            data, ancillary, flags, _ = self._sock.recvmsg(
+                num_bytes, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError as error:
             pass_on(error)
             raise Blocked(select.POLLIN) from None
