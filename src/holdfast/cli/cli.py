@@ -1,6 +1,6 @@
 """The `holdfast` command: names, options and help texts; the work is in one file per family.
 
-The commands that only look (`status`, `ls`, `inspect`, `verify`, `groups`, `plan`, `doctor`) never load torch or numpy and answer at
+The commands that only look (`status`, `report`, `ls`, `inspect`, `verify`, `groups`, `plan`, `doctor`) never load torch or numpy and answer at
 once. The list of options is frozen by a test: a new one needs a reason there.
 """
 
@@ -38,6 +38,7 @@ the nearest copy when a process or a node is lost.
 Examples
   holdfast demo                                 see it happen on this machine, in two minutes
   holdfast run --nproc-per-node 8 train.py      torchrun, with a keeper beside it
+  holdfast prove train.py -- --epochs 1         is this script the same after a kill, at every step?
   holdfast status --watch 2                     what is safe right now, and where
   holdfast report                               where the time of the last run went, and its incidents
   holdfast ls /ckpts/run1                       which versions are durable

@@ -46,16 +46,22 @@ ALONE = "localhost:0"
 
 # Flag of ours -> field of the settings, passed on to the trainers through its environment variable.
 PASSED_ON = {
-    "--every": ("every", "captured cadence: steps (10), seconds (30s) or both (10,30s)"),
+    "--every": ("every", "captured cadence: steps (10), seconds (30s) or both (10,30s); default: every step"),
     "--overhead": (
         "overhead",
         "share of a step that captures may cost (0.5%%): saves as often as it allows; --every overrides",
     ),
-    "--durable-every": ("durable_every", "durable cadence, same form"),
-    "--memory-budget": ("memory_budget", "bytes that the keepers of this machine may use (4GiB)"),
+    "--durable-every": ("durable_every", "durable cadence, same form; default: 60s"),
+    "--memory-budget": (
+        "memory_budget",
+        "bytes that the keepers of this machine may use (4GiB); default: a quarter of the memory",
+    ),
     "--node-label": ("node_label", "failure domain of these workers; default: the host name"),
     "--run-id": ("run_id", "tells jobs on one path apart; default: --rdzv-id if given, else 'default'"),
-    "--runtime-dir": ("runtime_dir", "where sockets and logs of keepers live"),
+    "--runtime-dir": (
+        "runtime_dir",
+        "where sockets and logs of keepers live; default: a private directory of this user",
+    ),
     "--listen": ("listen", "address of this machine for the keepers of other machines; needs --secret-file"),
     "--secret-file": ("secret_file", "the job's secret, the same on all machines: openssl rand -hex 32, mode 0600"),
     "--replicate-bandwidth": ("replicate_bandwidth", "bytes per second sent as replicas (500MB); default: no bound"),
@@ -92,10 +98,17 @@ def build_parser() -> argparse.ArgumentParser:
             help="how long workers may take to save and end after SIGTERM (600), or because another one failed (30)",
         )
     group.add_argument(
-        "--checkpoint-dir", metavar="ROOT", help="start this node's keeper for ROOT before the workers start"
+        "--checkpoint-dir",
+        metavar="ROOT",
+        help="start this node's keeper for ROOT before the workers start; keep a script there that does not import holdfast, "
+        "where that is safe, or say why not",
     )
     group.add_argument(
-        "--spares", type=int, default=1, metavar="N", help="processes of this node that wait to replace a failed one"
+        "--spares",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes of this node that wait to replace a failed one (1)",
     )
     group.add_argument(
         "--watchdog",
@@ -109,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=GUARD_S,
         metavar="SECONDS",
-        help="how long a launcher waits for a silent one of the same --node-label before it takes its place",
+        help="how long a launcher waits for a silent one of the same --node-label before it takes its place (%(default).0f)",
     )
     group.add_argument(
         "--exit-grace",
@@ -121,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--compile-cache",
         metavar="URL|off",
-        help="bring compiled code from there, and keep it there for the next start",
+        help="bring compiled code from there, and keep it there for the next start; off: neither",
     )
     for flag, (field, text) in PASSED_ON.items():
         group.add_argument(flag, dest=f"holdfast_{field}", metavar=field.upper(), help=text)
