@@ -1,4 +1,4 @@
-"""A job that runs on this machine, as its keepers know it: asks their sockets, joins what they say. Called by `groups`, `plan`.
+"""A job that runs on this machine, as its keepers know it: asks their sockets, joins what they say.
 
 Keepers of other machines are not asked: of bundles whose ranks all live there only group and bytes are known, and they
 are named by their id.

@@ -5,7 +5,7 @@ planned once: the bundles this rank captures, their images, and for every slot t
 sources are looked up and copied in one call that does not hold the interpreter's lock; headers and values follow.
 
 Invariants: every byte is copied at most once; nothing is written outside the images of the plan; a plan fits exactly
-one structure of the state and one size of each group's values. Called by `checkpoint.checkpointer.checkpointer`.
+one structure of the state and one size of each group's values.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ What is read is held until the device has passed the copy, so no allocator gives
 waits for a device without an end: who waits looks at events, and may be told to stop. After that, memory that a device
 may still write to is neither unregistered nor given away (`drain`).
 
-Called by `checkpoint.save.memory_saver`, `checkpoint.capture.optimizer_fence` and `checkpoint.capture.paced_copy`. Nothing here is reached when no tensor lives on a device.
+Nothing here is reached when no tensor lives on a device.
 """
 
 from __future__ import annotations

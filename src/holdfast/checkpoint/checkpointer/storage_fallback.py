@@ -6,7 +6,7 @@ the memory allowed, would cost every save until the next restore, for a version 
 every rank could have its slots again, which they tell each other at those meetings.
 
 A healthy job pays nothing: only who cannot save, or sees no version captured for a while, looks at the board, which is
-torch's store. Nothing raises into the training loop. Called by `checkpoint.checkpointer.checkpointer` with every finished step.
+torch's store. Nothing raises into the training loop. Called with every finished step.
 """
 
 from __future__ import annotations

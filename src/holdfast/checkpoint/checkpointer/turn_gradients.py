@@ -1,6 +1,6 @@
 """Asks the text of the script's loop which gradients its next turn clears before it reads them, and which it reads.
 
-Called by `checkpoint.checkpointer.checkpointer` at each step that is reported, which passes it on to `checkpoint.entries.gradients_part`.
+Called at each step that is reported.
 """
 
 from __future__ import annotations

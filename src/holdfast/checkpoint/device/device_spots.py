@@ -10,8 +10,6 @@ save to save. Of few tensors it is all three. Every tensor takes the host up to 
 save, MOST_TENSORS at most, and others in the next. Those that a device copies last are looked at in every save, all three runs, for
 whoever writes all tensors too early tears these: the last ones of all, and the last ones behind the blocks
 (`checkpoint.capture.block_copies`). The views are made once and kept, for making them takes longer than all else.
-
-Used by `checkpoint.capture.late_copy_check` and `checkpoint.capture.side_stream_copy`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ slot that the guard would otherwise never release.
 
 Other nodes know their peers' keepers by the ports that were published when the job came together. So every rank holds
 the port of its keeper: whoever replaces it listens there again, whatever else the machine starts meanwhile.
-
-Called by `checkpoint.checkpointer.checkpointer`, `checkpoint.save.memory_saver` and `checkpoint.restore.restorer`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A restart makes workers with the same seed, gives each the state of its forerunn
 turn it was. Nothing is loaded again.
 
 The generators are those of the process, and what `dataset_generators` finds in the dataset and in the collate function. What else a
-worker keeps is not noted. Called by `checkpoint.state.dataloader`.
+worker keeps is not noted.
 """
 
 from __future__ import annotations

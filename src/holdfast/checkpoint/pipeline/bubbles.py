@@ -8,7 +8,6 @@ actions it knows what each costs, so that the event model (`core.pipeline.event_
 
 It never reorders or delays the schedule's own work: its calls in the trainer's thread only read clocks and set values.
 Correctness never depends on a prediction; the fence before the optimizer's step stands whatever was believed.
-Called by `checkpoint.checkpointer.checkpointer`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ In the layout that was saved every entry goes whole to its tensor; in another a 
 image only those chunks need be here that hold such a box. Tensors are filled in place, on whatever device they are. Host
 memory takes bytes as they are, without a call into torch per piece; both hashing and copying release the interpreter's
 lock. What goes to a device is hashed and queued from a slot that the driver knows, or from a buffer that it is copied into first
-(`checkpoint.device.chunk_staging`). Called by `checkpoint.restore.restorer`.
+(`checkpoint.device.chunk_staging`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ a way out; of a save within a step nothing is copied late.
 Once what must be copied now is small, it is set aside and the call ends there: planning, the question for a slot (a
 round trip to another process) and all copies are the copying thread's, behind the next forward and backward.
 
-Owns the fence, the side streams and the views of slots. Called by `checkpoint.checkpointer.checkpointer` in the trainer's thread.
+Owns the fence, the side streams and the views of slots. Called in the trainer's thread.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The window opens before the step of an optimizer and closes behind it. A process that is interrupted while it is open, or
 after it was open, does not hold the state of the step that it noted last. A failure inside `step()` leaves the window open
-for ever, which is right: the update may be half done. Used by `checkpoint.survivors.survivor_state`.
+for ever, which is right: the update may be half done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums up where every second of a run went, from the journal of its launcher. Pure; called by `holdfast report`.
+"""Sums up where every second of a run went, from the journal of its launcher. Pure.
 
 A journal is a sequence of samples (when, newest step, seconds that the ranks had spent in each phase) and incidents. What
 lies between two samples is dealt out as the phases grew in it; what no phase accounts for is start-up before the first

@@ -7,7 +7,7 @@ Broken groups among its peers are the first kind. The second is one of these:
 - Its beats stay away for longer than they ever did before and it still lived. That is all that a machine without
   power leaves behind, and a slow one may look the same, so it takes seconds.
 
-Pure. Called by elastic.launch.agent.
+Pure.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ left; within a group the largest slice goes first, to those of its ranks that ha
 without one lying in the other, they are dealt anew with all others in place until shares are equal. A slice is never
 cut, so shares are equal only where no slice is large beside a share.
 
-Pure; O(slices x copies x log ranks). Called by an adapter.
+Pure; O(slices x copies x log ranks).
 """
 
 from __future__ import annotations

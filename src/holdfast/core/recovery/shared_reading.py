@@ -2,8 +2,7 @@
 
 A bundle that only ranks of one node want need not lie in that node's memory as well: each chunk is read from storage by one
 rank and by the others from the page cache of the machine. Every rank begins with chunks of its own, so that storage is
-read by all at once, and takes those of the others after them. Pure; called by `checkpoint.restore.restorer` and, for the
-order, by `tiers.storage.unread_chunks`.
+read by all at once, and takes those of the others after them. Pure.
 """
 
 from __future__ import annotations

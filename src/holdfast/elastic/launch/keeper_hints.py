@@ -2,7 +2,7 @@
 
 Between this word and the first rank's lie the imports and the building of the model. The launchers of a job tell each
 other where their keepers are when they meet (`elastic.launch.rendezvous.incarnation_rounds`), so that a new node finds what the others hold in memory.
-A keeper that does not hear it, or cannot do it, costs that time and nothing else. Called by `elastic.launch.agent`.
+A keeper that does not hear it, or cannot do it, costs that time and nothing else.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A machine may have no process, descriptor or memory left for a moment, and the f
 Those that run are not touched by that. A lost fork server is replaced by one that is started as a program: the agent has
 threads by then and must not fork itself. That takes the seconds of an import, during which the agent goes on.
 
-Used by `elastic.launch.agent`. Times are monotonic.
+Times are monotonic.
 """
 
 from __future__ import annotations

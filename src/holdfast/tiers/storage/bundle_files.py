@@ -9,7 +9,7 @@ of the image would. Encrypting runs two chunks ahead of the disk, in ten buffers
 chunk is copied there first, so what is proved, what the nonce follows from and what is encrypted are the same bytes. What
 a reader gets is either authenticated or an error. The digests of what is read are checked above, by `storage`.
 
-Specification of the trailer: docs/spec/format.md, section 6. Used by `storage` alone.
+Specification of the trailer: docs/spec/format.md, section 6.
 """
 
 from __future__ import annotations

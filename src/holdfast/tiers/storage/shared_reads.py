@@ -8,8 +8,6 @@ that was killed, and another one reads its chunk. Nothing is believed because of
 the file refuses (a full disk, no locks left), a chunk is read from storage a second time, and that is all.
 
 A forked child has the open file too, and would keep the lock when its parent is dead: it closes it first of all.
-
-Called by `tiers.storage.unread_chunks`.
 """
 
 from __future__ import annotations
