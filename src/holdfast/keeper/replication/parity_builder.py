@@ -31,7 +31,7 @@ from holdfast.keeper.replication.image_transfer import PeerReader, count_lines, 
 from holdfast.keeper.replication.replicator import RECEIVING, NotYet, Replicator
 from holdfast.keeper.replication.xor_sources import Parts, xor_sources
 from holdfast.keeper.rpc.messages import Assembly
-from holdfast.keeper.slots.job_queue import Worker
+from holdfast.keeper.slots.job_queue import HasWorker, Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.node_report import greeting, has_left
 from holdfast.keeper.slots.slot_pool import PARITY_RANK, HeldSlot
@@ -61,7 +61,7 @@ class _Build:
     bundle_ids: tuple[tuple[str, ...], ...]
 
 
-class ParityBuilder:
+class ParityBuilder(HasWorker):
     """Makes the parity that this node keeps.
 
     Args:
@@ -116,16 +116,10 @@ class ParityBuilder:
         self._failed = None
         self._worker.clear()
 
-    @property
-    def idle(self) -> bool:
-        """Return whether nothing is being made."""
-        return self._worker.idle
-
     def stop(self) -> None:
-        """Ends the thread."""
         with self._state.lock:
             self._stopping = True
-        self._worker.stop()
+        super().stop()
 
     def facts(self) -> dict[str, float]:
         """Return facts for the status page. Under the state's lock."""
