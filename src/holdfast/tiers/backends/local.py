@@ -192,7 +192,7 @@ class LocalBackend:
         """Return whether the file system of this file can tell what is cached; see PageCached."""
         try:
             with self._open_old(name) as (descriptor, _):
-                posix_io.fill_from_cache(descriptor, memoryview(bytearray(1)), 0)
+                posix_io.fill(descriptor, memoryview(bytearray(1)), 0, os.RWF_NOWAIT)
         except OSError as error:
             pass_on(error)
             return error.errno == errno.EAGAIN
@@ -204,7 +204,7 @@ class LocalBackend:
         """Fills `view` from the page cache; see PageCached."""
         with self._translated(name), self._open_old(name) as (descriptor, _):
             try:
-                return posix_io.fill_from_cache(descriptor, view, offset)
+                return posix_io.fill(descriptor, view, offset, os.RWF_NOWAIT)
             except BlockingIOError as error:
                 raise NotCachedError from error
 
