@@ -52,9 +52,7 @@ class LiveJob:
     """A running job.
 
     Attributes:
-        root: where it saves to.
         incarnation: its recovery.
-        topology: who runs where.
         shards: every different part of every tensor.
     """
 

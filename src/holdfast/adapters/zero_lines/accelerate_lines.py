@@ -36,12 +36,7 @@ class Wrapped:
 
 
 def wrapped_by(names: Mapping[str, Any], optimizer: Optimizer) -> Wrapped | None:
-    """Returns the Accelerator that has prepared this optimizer, if the script has a name for it.
-
-    Args:
-        names: of the script, with what they mean.
-        optimizer: the one that steps.
-    """
+    """Returns the Accelerator that has prepared this optimizer, if the script has a name for it."""
     for name, value in sorted(names.items()):
         if not any(
             (part.__module__, part.__name__) == ("accelerate.accelerator", "Accelerator")

@@ -186,10 +186,8 @@ class _Frame:
     """One function, or the script, that is gone through.
 
     Attributes:
-        scope: which.
         names: paths that hold something -> where that comes from.
         control: what decides whether the statement runs.
-        returned: what it returns.
         depth: of calls.
         loops: the loops around the statement, the innermost last.
         rates: names that each parameter group, or parameter, is given to.
@@ -697,13 +695,7 @@ class _Flow:
     # Expressions.
 
     def _eval(self, node: ast.expr | None, frame: _Frame, *, alone: bool = False) -> Value:
-        """Returns what an expression holds of the world outside.
-
-        Args:
-            node: the expression.
-            frame: where it stands.
-            alone: whether nothing takes its value.
-        """
+        """Returns what an expression holds of the world outside. `alone`: nothing takes its value."""
         if node is None or isinstance(node, ast.Constant):
             return {}
         if isinstance(node, ast.Call):

@@ -76,7 +76,6 @@ class BlockCopies:
     """The blocks of some targets in one slot.
 
     Args:
-        targets: in the slot.
         memory_of: gives BLOCK_BYTES of a device, of dtype uint8; None: it has none left, and each goes alone.
 
     Attributes:

@@ -52,7 +52,6 @@ class Part:
     """One piece of a live tensor and its place in the slot.
 
     Attributes:
-        name: entry name.
         piece: which rows.
         start: first byte, counted from the start of the slot's payload.
     """
@@ -171,7 +170,6 @@ class Structure:
     """Tells what the state is made of, as far as saving is concerned; holds until the state's structure changes.
 
     Args:
-        shards: every shard of this rank.
         value_groups: the groups that carry values.
         still: names of tensors that may stay as they are for many versions.
 

@@ -139,7 +139,6 @@ class DeviceCheck:
 
     Attributes:
         names: of the parts.
-        spots: which spots.
     """
 
     names: Sequence[str]

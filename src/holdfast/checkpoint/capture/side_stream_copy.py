@@ -59,7 +59,6 @@ class DeviceCopy:
     Attributes:
         spans: events before and behind what was queued in one call, per device.
         sources: what is read; held as long as this lives.
-        num_bytes: of all of them.
     """
 
     spans: tuple[Span, ...] = ()

@@ -35,11 +35,8 @@ class TurnGradients:
     def at(self, frame: FrameType, parameters: Set[int]) -> Judgement:
         """Returns the numbers of the parameters whose gradients the next turn seems to clear before it reads them, and of those it may read.
 
-        Of neither kind is what the text does not tell.
-
-        Args:
-            frame: reports a step, or called a method of ours that does.
-            parameters: `id` of each.
+        Of neither kind is what the text does not tell. `frame` reports a step, or called a method of ours that does; of
+        each parameter there is its `id`.
         """
         users = user_frames.users(frame)
         if users is None:

@@ -72,7 +72,6 @@ class Turn:
     Attributes:
         views: them by device, as bytes.
         sizes: how many bytes those of each device are together; in a slot they lie in this order.
-        num_bytes: of all of them.
         together: where those of each device are brought together; whoever does that keeps it here.
     """
 

@@ -59,7 +59,6 @@ class Layouts:
     """Answers for one rank of one job.
 
     Args:
-        rank: this rank.
         world_size: number of ranks.
         replicated: glob patterns of names whose plain tensors and values all ranks hold alike; a pattern also covers
             everything below the name it matches.

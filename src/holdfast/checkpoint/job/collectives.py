@@ -123,7 +123,6 @@ class Meeting:
     what they wait in.
 
     Args:
-        group: all ranks.
         step: of the training; AT_END behind all.
         part: of the step: what the ranks meet for, after one another.
         root: of the checkpoints that they meet for.

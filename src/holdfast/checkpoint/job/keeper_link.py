@@ -102,10 +102,7 @@ class Unannounced:
 
     def announce(self, client: KeeperClient, before: Version | None = None) -> None:
         """Tells what was given up meanwhile; the others hold those versions in slots that they cannot reuse before.
-
-        Args:
-            client: who is told.
-            before: only older ones, for this one may be come back to.
+        With `before`, only of older ones, for this one may be come back to.
         """
         for told in tuple(self._versions):
             if before is None or told[0] < before:

@@ -40,7 +40,6 @@ class Reservation:
         came: called in the thread with every slot, once, before it counts as there.
 
     Attributes:
-        client: of that keeper.
         fault: why there will be no more slots; None while they are being made, or when all are there.
     """
 

@@ -26,11 +26,7 @@ _decoder = msgspec.msgpack.Decoder(tuple[float, bytes])
 
 
 class WaitLimit:
-    """Knows how long something is waited for, from the first time that it is missed.
-
-    Args:
-        limit_s: seconds.
-    """
+    """Knows how long something is waited for, from the first time that it is missed."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s

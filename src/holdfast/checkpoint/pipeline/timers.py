@@ -44,7 +44,6 @@ class DeviceClock:
     """Moments of one device, in the order of its current stream.
 
     Args:
-        device: an accelerator.
         event: makes one that is recorded in the current stream now; for tests.
     """
 

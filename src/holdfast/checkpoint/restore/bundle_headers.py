@@ -33,7 +33,6 @@ class BundleHeaders:
     """The heads of one version, for one attempt.
 
     Args:
-        group: all ranks.
         fetcher: brings chunks to this node.
         facts: what every rank knows of the job and of bad copies.
         choice: the version, and where its bundles are.

@@ -102,7 +102,6 @@ class Catalogue:
     """A version's content.
 
     Args:
-        heads: of all bundles.
         world_size: number of ranks that saved it.
         random: names of objects whose state is random numbers.
     """

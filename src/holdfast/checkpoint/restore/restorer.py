@@ -130,7 +130,6 @@ class _Fitting:
     """Holds what one attempt brought, before anything of it is loaded.
 
     Attributes:
-        sources: the images.
         nodes: where each bundle came from.
         loading: which entry goes where; None if a copy was bad.
     """

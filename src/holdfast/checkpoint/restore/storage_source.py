@@ -32,7 +32,6 @@ class StorageSource:
     """Reads bundles of storage; the only source of a rank that has no keeper.
 
     Args:
-        storage: where they are.
         shared: other ranks of this node that read the same whole bundles; None: there are none.
     """
 

@@ -123,9 +123,6 @@ class Contents(Protocol):
 class Saver:
     """Saves to memory on one rank.
 
-    Args:
-        topology: who runs where.
-
     Attributes:
         begun: the newest save that came here.
         left_out: saves that found no slot in time.

@@ -86,7 +86,6 @@ class Survivor:
     """Notes every step and knows at any moment whether the process still holds the state of the last one.
 
     Args:
-        state: of the rank.
         job: the job's id.
     """
 

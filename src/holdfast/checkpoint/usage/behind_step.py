@@ -34,13 +34,9 @@ def left_behind(loop: Loop, scope: Scope, functions: Functions) -> set[str]:
 
 
 def changed_late(loop: Loop, call: ast.Call, number: ast.expr | None, lives: set[str]) -> dict[str, tuple[int, bool]]:
-    """Returns path -> (line, whether it is passed to `step()`) of what a turn of the innermost loop changes behind `step()`.
-
-    Args:
-        loop: the loop.
-        call: the call of `step()`.
-        number: what it is told.
-        lives: names that live from one turn to the next.
+    """Returns path -> (line, whether it is passed to `step()`) of what a turn of the innermost loop changes behind
+    `step()`. `number` is what the call of `step()` is told; `lives` are the names that live from one turn to the
+    next.
     """
     behind = _behind(loop.body, call) or []
     if not isinstance(number, ast.Name) or not _is_of_this_turn(number.id, loop, behind):
@@ -66,11 +62,8 @@ def changed_late(loop: Loop, call: ast.Call, number: ast.expr | None, lives: set
 
 
 def placed_behind(loop: Loop, without: set[str]) -> dict[str, int]:
-    """Returns path -> line of each attribute that a turn sets behind an inner loop: a dataset may hand it out in the next turn.
-
-    Args:
-        loop: the loop.
-        without: paths that are told elsewhere, or passed to `step`.
+    """Returns path -> line of each attribute that a turn sets behind an inner loop: a dataset may hand it out in the
+    next turn. Left out are paths that are told elsewhere, or passed to `step`.
     """
     found: dict[str, int] = {}
     first = next((at for at, part in enumerate(loop.body) if isinstance(part, Loop)), len(loop.body))

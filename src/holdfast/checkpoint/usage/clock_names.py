@@ -75,11 +75,8 @@ def _given_to(call: ast.Call) -> list[ast.expr]:
 
 
 def clock_names(tree: ast.Module, *, meters: bool = False) -> frozenset[str]:
-    """Returns the names that may hold what a clock told.
-
-    Args:
-        tree: the text.
-        meters: whether an object counts too that is given a time: `seconds.update(time.time() - t0)`.
+    """Returns the names that may hold what a clock told. `meters`: an object counts too that is given a time,
+    `seconds.update(time.time() - t0)`.
     """
     functions: dict[str, list[Function]] = {}
     for node in ast.walk(tree):

@@ -146,11 +146,8 @@ class JobPlan:
         return [tuple(nodes) for nodes in found.values()]
 
     def lost(self, nodes: Collection[int], *, replicas: bool = True) -> tuple[Loss, ...]:
-        """Return what is in no memory any more when all these nodes are gone at once; by name.
-
-        Args:
-            nodes: the dead ones.
-            replicas: whether the version was replicated before they died.
+        """Return what is in no memory any more when all these nodes are gone at once; by name. `replicas`: the version
+        was replicated before they died.
         """
         gone = set(nodes)
         found: Counter[int] = Counter()

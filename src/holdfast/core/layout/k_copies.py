@@ -25,11 +25,8 @@ MAX_ROUNDS = 4
 
 
 def share_table(slices: Iterable[Shard], copies: int) -> Mapping[Shard, tuple[int, ...]]:
-    """The ranks that save each slice, ascending: `copies` of its group, or all of a group that is smaller.
-
-    Args:
-        slices: all of a job, in any order; a slice that is there twice counts once.
-        copies: of every slice.
+    """The ranks that save each slice, ascending: `copies` of its group, or all of a group that is smaller. The slices
+    are all of a job, in any order; a slice that is there twice counts once.
 
     Raises:
         UsageError: less than one copy.

@@ -42,12 +42,8 @@ class ReadingPlan:
 
 
 def plan_reading(rank: int, node_of: Sequence[int], num_chunks: Mapping[str, int]) -> ReadingPlan:
-    """Return who reads what; the same on every rank of a node but for its turn.
-
-    Args:
-        rank: whose.
-        node_of: the node of each rank.
-        num_chunks: by bundle id, of all bundles of the job.
+    """Return who reads what; the same on every rank of a node but for its turn. `num_chunks` has all bundles of the
+    job.
     """
     first, at = {}, 0
     for bundle_id in sorted(num_chunks):

@@ -96,11 +96,7 @@ class _Open:
 
 
 class Watch:
-    """Knows what one node writes of the versions that are due for storage, and whom it watches meanwhile.
-
-    Args:
-        node: this one.
-    """
+    """Knows what one node writes of the versions that are due for storage, and whom it watches meanwhile."""
 
     def __init__(self, node: int) -> None:
         self._node = node

@@ -25,7 +25,6 @@ class ProcessSupply:
     """Supplies one agent with processes.
 
     Args:
-        forkserver: in use.
         program: the command that starts another one; the descriptor of its line is appended. Empty: there is none.
     """
 

@@ -67,7 +67,6 @@ class AgentChannel:
     """One end. `send` may be called by any thread, `receive` by one.
 
     Args:
-        link: the socket.
         patience_s: how long a send may wait for the other end to read; the rest is kept for `flush`. 0: for ever.
 
     Attributes:

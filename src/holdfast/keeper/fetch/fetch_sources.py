@@ -49,7 +49,6 @@ class OpenPlaces:
     """Opens what one fetch reads from, each once: other keepers, and a version's manifest in storage.
 
     Args:
-        state: of this node.
         lazy_storage: opened at first use.
         stopping: asked before each chunk.
 

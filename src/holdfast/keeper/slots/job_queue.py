@@ -25,7 +25,6 @@ class Worker(Generic[J]):
     """One thread that does `work(job)` for every job, in order.
 
     Args:
-        name: of the thread.
         work: does one job.
         on_fault: told of an exception that `work` let through.
         on_idle: called when nothing is left to do.

@@ -35,7 +35,6 @@ class Task:
 
     Attributes:
         checkpoints: the directory it is given.
-        ranks: number of ranks.
         steps: it ends when so many steps are made, those of earlier runs included.
         plain: without holdfast: under plain torchrun, holdfast switched off.
         changed: with a model that earlier checkpoints do not fit.

@@ -61,7 +61,6 @@ class Outcome:
     Attributes:
         acknowledged: levels that were named.
         back: the version that all came back from.
-        why: why that one.
         violations: (invariant, what).
         evidence: the end of the keepers' logs, if something was violated.
     """

@@ -78,12 +78,9 @@ def draw(kind: str, how: int, boundary: Boundary, *, number: int, seed: int, lar
 
 
 def plan(places: Mapping[tuple[str, bool], Sequence[Boundary]], seed: int) -> list[Trial]:
-    """Every boundary with both kinds of cut, in an order that the seed shuffles: the first half has every boundary once,
-    the second half has it with the other kind of cut.
-
-    Args:
-        places: (file system, whether the state is large) -> its boundaries.
-        seed: shuffles.
+    """Every boundary with both kinds of cut, in an order that the seed shuffles: the first half has every boundary
+    once, the second half has it with the other kind of cut. A place is a file system, and whether the state is
+    large.
     """
     first, second = [], []
     for place, found in places.items():

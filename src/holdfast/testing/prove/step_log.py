@@ -63,7 +63,6 @@ class StepLog:
     """The file of one life, which is begun.
 
     Args:
-        directory: of the run.
         rank: whose life it is.
 
     Attributes:

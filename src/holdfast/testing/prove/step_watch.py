@@ -55,12 +55,7 @@ class WatchedScript:
 
 
 class Watch:
-    """Watches one run of a script in one process.
-
-    Args:
-        notes: of the run.
-        rank: of this process.
-    """
+    """Watches one run of a script in one process."""
 
     def __init__(self, notes: RunNotes, rank: int) -> None:
         self._notes, self._rank, self._pid = notes, rank, os.getpid()

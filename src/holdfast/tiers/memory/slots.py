@@ -64,7 +64,6 @@ class SlotHeader:
     Attributes:
         job: digest of the job; a slot of another job is never adopted.
         rank: whose bundles these are.
-        version: of which version.
         layout: layout fingerprint of the job when it was captured, `""` if it was not known yet.
         durable: whether the trainer asked for this version to be persisted.
         images: the images, in order of offset.

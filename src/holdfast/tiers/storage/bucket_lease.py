@@ -46,7 +46,6 @@ class LeaseLock:
     """The lock of one prefix, as one user of it in this process sees it.
 
     Args:
-        backend: where.
         renew_s: between two beats.
         lease_s: a beat that does not change for so long is that of a dead holder.
     """

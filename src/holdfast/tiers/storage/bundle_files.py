@@ -115,7 +115,6 @@ class BundleFiles:
     """Reads and writes the files of one job's bundles.
 
     Args:
-        backend: where they lie.
         key: what new ones are encrypted with, and old ones opened; None writes plain files.
         job_id: asks for the job, when a key is needed.
     """
@@ -141,14 +140,8 @@ class BundleFiles:
     def read_into(
         self, version: Version, file: BundleFile, view: memoryview, *, offset: int = 0, cached: bool = False
     ) -> int:
-        """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file.
-
-        Args:
-            version: whose file it is.
-            file: what the manifest says of it.
-            view: what is filled.
-            offset: in the image.
-            cached: from the page cache of this machine alone; the backend is PageCached.
+        """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file. `cached`: from the page
+        cache of this machine alone; the backend is PageCached.
 
         Raises:
             CorruptError: the file is missing, or an encrypted chunk does not open. ConfigError: the key is another.

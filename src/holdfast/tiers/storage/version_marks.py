@@ -17,11 +17,7 @@ HELD = "held"
 
 
 class Marks:
-    """The marks of versions under one root.
-
-    Args:
-        backend: where they lie.
-    """
+    """The marks of versions under one root."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -80,7 +80,6 @@ class Credentials:
         secret: the job's.
         role: what this process is; a peer may do what its role allows.
         job: digest of the job (Place.job).
-        node: label of this node.
     """
 
     def __init__(self, secret: bytes, *, role: str, job: str, node: str) -> None:

@@ -70,7 +70,6 @@ class Entry:
     """A loop that runs.
 
     Attributes:
-        site: which one.
         frame: where it stands.
         items: what it goes over; set when it begins.
         taken: of an outer loop the items that are done, of the innermost those that were taken.
@@ -153,7 +152,6 @@ class Looker:
     """Looks at everything below the names of a script.
 
     Args:
-        nest: its loops.
         kept: objects that hand out their state.
         frame: where the outermost loop stands.
         modules: names of the script's own modules, if the loops stand in one of these.

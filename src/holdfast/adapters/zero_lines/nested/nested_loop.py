@@ -372,12 +372,10 @@ class _Run:
     """One run of a script's loops that is kept.
 
     Args:
-        nest: the loops.
         root: directory or URL of the checkpoints.
         found: what is kept.
         looker: looks at all of it.
         outermost: the loop that began first.
-        group: the ranks.
         events: told `script_kept` and `script_refused`.
 
     Attributes:

@@ -142,11 +142,8 @@ class Nest:
 
 
 def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
-    """Returns the loops, or why there are none that can be kept.
-
-    Args:
-        source: the text.
-        others: texts of other modules of the script, with functions that its loops may call.
+    """Returns the loops, or why there are none that can be kept. `others`: texts of other modules of the script, with
+    functions that its loops may call.
 
     Raises:
         SyntaxError: it is no Python.
@@ -573,11 +570,8 @@ def _watch(call: ast.Call, line: int, *, ends: bool) -> None:
 
 
 def _taken(names: Sequence[str], lives: Sequence[str] | None = None) -> str:
-    """Returns the lines that set names to what a version has, and delete those that the script had not set, or had deleted.
-
-    Args:
-        names: all of them.
-        lives: those that a step need not set; None: all.
+    """Returns the lines that set names to what a version has, and delete those that the script had not set, or had
+    deleted. `lives`: those that a step need not set; None: all.
     """
     deleted = (f"    if {HOOK}.absent({name!r}):\n        del {name}\n" for name in (names if lives is None else lives))
     return f"    {', '.join(names)}, = {HOOK}.take()\n" + "".join(deleted)

@@ -94,7 +94,6 @@ class StandbyStore:
     Args:
         host: the name or address of this node as others know it.
         bind: the address to listen on; empty: all, as torch's own stores do.
-        endpoint: of the job.
     """
 
     def __init__(self, host: str, bind: str, endpoint: str) -> None:
