@@ -40,7 +40,6 @@ class Rank:
         self.rank, self.world_size, self._room = rank, room.world_size, room
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, by rank."""
         return self._room.meet(self.rank, data)
 
     def send(self, data: torch.Tensor, to: int) -> None:

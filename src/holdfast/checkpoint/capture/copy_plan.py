@@ -335,7 +335,6 @@ class SlotView:
         return self._places[num_bytes]
 
     def write_header(self, image: PlacedImage) -> None:
-        """The header of an image."""
         header = image.plan.header
         self.slot.view[image.start : image.start + len(header)] = header
 

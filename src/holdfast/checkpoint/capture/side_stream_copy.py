@@ -66,7 +66,6 @@ class DeviceCopy:
     num_bytes: int = 0
 
     def __add__(self, other: DeviceCopy) -> DeviceCopy:
-        """Returns both."""
         return DeviceCopy(self.spans + other.spans, self.sources + other.sources, self.num_bytes + other.num_bytes)
 
     def feed(self, expected_s: float | None) -> None:

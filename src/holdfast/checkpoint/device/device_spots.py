@@ -132,7 +132,6 @@ class DeviceSpots:
         self._next = itertools.count()
 
     def _last_of(self, copied: Sequence[int]) -> set[int]:
-        """The last ones of each device."""
         numbers: dict[torch.device, list[int]] = {}
         for number in copied:
             numbers.setdefault(self._tensors[number].device, []).append(number)

@@ -78,7 +78,6 @@ class Job:
 
     @property
     def incarnation(self) -> int:
-        """Its number."""
         return self.assembly.incarnation
 
     @property

@@ -152,7 +152,6 @@ class KeeperLink:
 
     @property
     def client(self) -> KeeperClient | None:
-        """The connection, or None while there is no living keeper."""
         client = self._client
         return client if client is not None and client.alive else None
 

@@ -58,7 +58,6 @@ class Reservation:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all slots are there."""
         return len(self._there) >= self._num_slots
 
     @property

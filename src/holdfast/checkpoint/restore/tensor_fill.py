@@ -95,7 +95,6 @@ class _Chunk:
 
     @property
     def address(self) -> int:
-        """Return where its bytes are."""
         return self.bytes.data_ptr()
 
     @property

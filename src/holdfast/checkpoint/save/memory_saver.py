@@ -174,7 +174,6 @@ class Saver:
 
     @property
     def memory(self) -> Saver:
-        """This saver, which saves to memory."""
         return self
 
     def reserve(self) -> None:

@@ -69,7 +69,6 @@ class Content:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return self.tensors[-1].end if self.tensors else 0
 
 

@@ -222,7 +222,6 @@ def _room(free: Sequence[int], fixed: Sequence[int], color: Sequence[str | int])
 
 
 def _sums(values: Sequence[int], color: Sequence[str | int]) -> Mapping[str | int, int]:
-    """Sums by colour."""
     sums: dict[str | int, int] = defaultdict(int)
     for value, name in zip(values, color, strict=True):
         sums[name] += value

@@ -90,7 +90,6 @@ class AgentChannel:
 
     @property
     def fileno(self) -> int:
-        """Return the descriptor of the socket."""
         return self.socket.fileno()
 
     def send(self, op: str, number: int = 0, **facts: Any) -> bool:

@@ -227,7 +227,6 @@ class PeerLine:
 
     @property
     def where(self) -> str:
-        """Return the address."""
         return self._channel.where
 
     def abort(self) -> None:

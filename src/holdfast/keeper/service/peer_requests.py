@@ -70,7 +70,6 @@ class _Transfer:
         return next(iter(self.lines))
 
     def cut(self) -> None:
-        """Ends all lines."""
         for line in self.lines:
             line.channel.abort()
 

@@ -234,7 +234,6 @@ class Trainers:
 
     @property
     def connected(self) -> dict[int, Trainer]:
-        """The trainers, by rank."""
         with self._state.lock:
             return dict(self._trainers)
 

@@ -123,7 +123,6 @@ class Workshop:
         self.close()
 
     def directory(self, name: str) -> Path:
-        """The directory of one check."""
         return self._home / name
 
     def run(self, door: Startable, task: Task, *, kill_at: int | None = None, fails: bool = False) -> Told:

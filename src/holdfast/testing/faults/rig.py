@@ -213,7 +213,6 @@ class Rig:
         return trainers
 
     def trainer_bundles(self, rank: int) -> tuple[Bundle, ...]:
-        """The bundles of a rank."""
         return bundles_of(self, rank)
 
     def trainer(self, rank: int) -> Trainer:
@@ -250,7 +249,6 @@ class Trainer:
 
     @staticmethod
     def layout_of(rig: Rig, rank: int) -> RankLayout:
-        """Return what the rank registers."""
         return rank_layout(bundles_of(rig, rank), rank, rig.topology)
 
     @property
@@ -276,11 +274,9 @@ class Trainer:
             self.slots = self.client.prepare(self.num_bytes, 2)
 
     def version(self, step: int) -> Version:
-        """The version of a step in the running incarnation."""
         return Version(self.rig.incarnation, step)
 
     def begin(self, step: int, *, durable: bool = False, timeout_s: float = 1.0) -> Slot:
-        """A slot for the step."""
         return self.client.begin(self.version(step), self.num_bytes, durable=durable, timeout_s=timeout_s)
 
     def write(self, slot: Slot, step: int, salt: int = 0) -> list[ImageSpan]:

@@ -80,7 +80,6 @@ class StepLog:
                 self.life += 1
 
     def write(self, record: Record) -> None:
-        """Appends a record."""
         body = msgspec.msgpack.encode(record)
         os.write(self._fd, _LENGTH.pack(len(body)) + body)
 

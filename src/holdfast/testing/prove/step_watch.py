@@ -73,7 +73,6 @@ class Watch:
         self._names: dict[int, list[str]] = {}
 
     def hear(self, event: Event) -> None:
-        """Writes an event down."""
         if self._log is not None and os.getpid() == self._pid:
             self._log.write(Said(event.name, event.fields))
 

@@ -191,7 +191,6 @@ class Job:
             self.report(keeper, Reports(abandoned=(told,) if told else ()))
 
     def broken(self, invariant: str, what: str) -> None:
-        """A promise does not hold."""
         raise Violation(invariant, what)
 
     # --- keepers and their coordinator

@@ -81,7 +81,6 @@ class LocalBackend:
 
     @property
     def properties(self) -> Properties:
-        """Return what this backend is."""
         return Properties(kind="local", where=str(self._root), has_temporaries=True, lags=self._lags)
 
     def prepare(self) -> None:
@@ -184,7 +183,6 @@ class LocalBackend:
             return bytes(buffer[: posix_io.fill(descriptor, memoryview(buffer), offset)])
 
     def read_into(self, name: str, view: memoryview, *, offset: int = 0) -> int:
-        """Fills `view` from `offset` on; see Backend."""
         with self._translated(name), self._open_old(name) as (descriptor, _):
             return posix_io.fill(descriptor, view, offset)
 

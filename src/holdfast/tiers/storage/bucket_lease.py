@@ -164,7 +164,6 @@ class LeaseLock:
         return 0, {}
 
     def _numbers(self) -> list[int]:
-        """Returns the numbers of all locks, ascending."""
         return sorted(int(name) for name, _ in self._backend.listing(LOCKS) if name.isdecimal())
 
     def _write(self, number: int, data: bytes) -> None:

@@ -106,7 +106,6 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all bundle files."""
         return sum(bundle.length for bundle in self.bundles)
 
 

@@ -31,7 +31,6 @@ class Marks:
         self._backend.delete(f"{PINNED}/{version}")
 
     def pins(self) -> set[Version]:
-        """The pinned versions."""
         return self._marked(PINNED)
 
     def keep(self, version: Version) -> None:
@@ -39,7 +38,6 @@ class Marks:
         self._backend.create(f"{KEPT}/{version}", b"", stamp=make_stamp(version.incarnation))
 
     def kept(self) -> set[Version]:
-        """The versions that are kept for their time."""
         return self._marked(KEPT)
 
     def hold(self, version: Version, stamp: str) -> None:

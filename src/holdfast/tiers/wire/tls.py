@@ -138,7 +138,6 @@ class TlsLink:
 
     @property
     def has_more(self) -> bool:
-        """Answer as wire.Link does."""
         with self._lock:
             return self.sock.pending() > 0
 
@@ -155,7 +154,6 @@ class TlsLink:
             raise Blocked(select.POLLIN) from None
 
     def receive(self, num_bytes: int) -> tuple[bytes, list[int], bool]:
-        """Receive as wire.Link does."""
         head = bytearray(num_bytes)
         count = self.receive_into(memoryview(head))
         return bytes(head[:count]), [], False

@@ -364,7 +364,6 @@ class _Count:
         self.steps += 1
 
     def close(self) -> None:
-        """Counts no more."""
         self._handle.remove()
 
 
