@@ -11,7 +11,6 @@ class Room:
     """A room is where the ranks of a job meet.
 
     Args:
-        world_size: how many there are.
         timeout_s: how long they wait for each other.
     """
 

@@ -17,7 +17,6 @@ class Wrapped:
     """An Accelerator that has prepared the optimizer that steps.
 
     Attributes:
-        name: what the script calls it.
         loaders: data loaders that it has prepared.
         things: all that `wrap` keeps, by its `id`, the models' parameters too.
     """

@@ -610,7 +610,6 @@ class _Watched:
     """An iterator that tells once if any but its first item is made with random numbers of the process.
 
     Args:
-        items: what is looked at.
         tell: called once.
     """
 

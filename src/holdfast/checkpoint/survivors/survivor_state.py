@@ -83,11 +83,7 @@ def notes_of(job: str, rank: int, world_size: int) -> dict[Version, StepSnapshot
 
 
 class Survivor:
-    """Notes every step and knows at any moment whether the process still holds the state of the last one.
-
-    Args:
-        job: the job's id.
-    """
+    """Notes every step and knows at any moment whether the process still holds the state of the last one."""
 
     def __init__(self, state: State, *, job: str, rank: int, world_size: int) -> None:
         self._state = state

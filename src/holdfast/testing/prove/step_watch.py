@@ -28,7 +28,6 @@ class WatchedScript:
     """Runs a script and writes down what its optimizers leave.
 
     Args:
-        script: how it is run.
         events: what of holdfast is written down besides.
     """
 

@@ -80,7 +80,6 @@ class Storage:
     """The versions of one job under one root.
 
     Args:
-        backend: where the bytes go.
         events: counts `storage_record_read_bytes` (manifests), and what StoredBundles does.
         key: what bundle files are encrypted with, and manifests are authenticated.
         key_required: with a key, whether a version that is not authenticated with it counts as damaged.

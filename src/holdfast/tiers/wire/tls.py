@@ -77,7 +77,6 @@ class Credentials:
     """Proof of one process's role in one job. Implements wire.Security.
 
     Args:
-        secret: the job's.
         role: what this process is; a peer may do what its role allows.
         job: digest of the job (Place.job).
     """

@@ -37,11 +37,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Lost:
-    """Stands for a value that cannot be brought back; whoever uses it is told.
-
-    Args:
-        name: what the script calls it.
-    """
+    """Stands for a value that cannot be brought back; whoever uses it is told."""
 
     __slots__ = ("_name",)
 
@@ -109,11 +105,7 @@ class Entry:
 
 
 class Untouched:
-    """Sees whether modules that are kept are used between two loops: a restart has them there as a later step left them.
-
-    Args:
-        modules: those that are kept.
-    """
+    """Sees whether modules that are kept are used between two loops: a restart has them there as a later step left them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._parts = {id(part): part for module in modules for part in module.modules()}

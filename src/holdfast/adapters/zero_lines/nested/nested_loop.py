@@ -373,7 +373,6 @@ class _Run:
     Args:
         root: directory or URL of the checkpoints.
         found: what is kept.
-        looker: looks at all of it.
         outermost: the loop that began first.
         events: told `script_kept` and `script_refused`.
 

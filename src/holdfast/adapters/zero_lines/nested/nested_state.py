@@ -41,7 +41,6 @@ class NestedState(Doubts):
     """Holds what a version has besides the objects.
 
     Args:
-        nest: the loops of the script.
         outermost: the one that began first.
         began: numbers and texts that the loops read, as they were then.
 

@@ -37,7 +37,6 @@ class Identity:
     """Is the identity of one launcher.
 
     Args:
-        name: the node's.
         guard_s: how long a silent holder of the name is waited for.
     """
 
