@@ -38,8 +38,7 @@ from holdfast.adapters.zero_lines.outside_parts import (
     without_files,
 )
 from holdfast.base.handler_errors import pass_on
-from holdfast.checkpoint.usage.clock_names import last_name
-from holdfast.checkpoint.usage.name_flow import Function, stored
+from holdfast.checkpoint.usage.name_flow import Function, last_name, stored
 
 # What tells something else in every process, by its whole name.
 _TOLD = {

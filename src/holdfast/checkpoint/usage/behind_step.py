@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from holdfast.checkpoint.usage.in_place import is_writing
-from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, Scope, loaded, stored
+from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, Scope, last_name, loaded, stored
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 # Methods that change what has a state of its own.
@@ -130,8 +130,7 @@ def _freezes(node: ast.AST, functions: Functions, depth: int = 2) -> bool:
         return node.attr == "requires_grad_" or isinstance(node.ctx, ast.Store)
     if not isinstance(node, ast.Call) or not depth:
         return False
-    name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-    called = functions.by_name.get(name)
+    called = functions.by_name.get(last_name(node.func))
     return called is not None and any(_freezes(part, functions, depth - 1) for part in ast.walk(called))
 
 

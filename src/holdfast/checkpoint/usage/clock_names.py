@@ -13,7 +13,7 @@ import ast
 import re
 from collections.abc import Container, Sequence
 
-from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, stored
+from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, last_name, stored
 
 # Words of what draws a name for a run.
 _DRAWN = {"uuid1", "uuid4", "token_hex", "token_urlsafe", "mkdtemp", "TemporaryDirectory"}
@@ -153,8 +153,3 @@ def _asks(value: ast.AST, functions: dict[str, list[Function]], words: set[str])
     if isinstance(value, ast.Call) and last_name(value.func) in functions:
         return last_name(value.func) in words
     return last_name(value) in words or any(_asks(part, functions, words) for part in ast.iter_child_nodes(value))
-
-
-def last_name(node: ast.AST) -> str:
-    """Returns the last name of `a.b`."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -278,7 +278,7 @@ class Runner:
         """
         steps = {
             "void": open_checkpointers.void,
-            "cut": lambda: self._sockets.cut(_store_port(order)),
+            "cut": lambda: self._sockets.cut(int(order.environment.get("MASTER_PORT", "0"))),
             "abort": self._aborts.begin,
         }
         for step in LEAVING:
@@ -405,10 +405,6 @@ def _said(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - whatever it raises, the script's own error is what must be told
         return "<exception str() failed>"
-
-
-def _store_port(order: RunOrder) -> int:
-    return int(order.environment.get("MASTER_PORT", "0"))
 
 
 def _ours(innermost: FrameType | None) -> bool:

@@ -36,7 +36,7 @@ from holdfast.adapters.zero_lines.script_text import (
     words_in,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
-from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, last_name, names_of_start
+from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, names_of_start
 from holdfast.checkpoint.usage.name_flow import (
     CLOCKS,
     Function,
@@ -46,6 +46,7 @@ from holdfast.checkpoint.usage.name_flow import (
     defined,
     keeps_names,
     keeps_names_of_others,
+    last_name,
     loaded,
     own,
     stored,
@@ -271,7 +272,7 @@ class _PlainLoops(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> ast.stmt:
         self.generic_visit(node)
-        if id(node) in self._loops and not _has_plain_names(node):
+        if id(node) in self._loops and not all(isinstance(part, ast.Name) for part in _targets(node.target)):
             name, target = f"__holdfast_item_{node.lineno}__", node.target
             node.target = ast.copy_location(ast.Name(name, ast.Store()), target)
             given = ast.copy_location(ast.Assign([target], ast.Name(name, ast.Load())), target)
@@ -309,10 +310,6 @@ def _why_not(tree: ast.Module, loop: ast.For | ast.While) -> str:
     if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(scope_of(tree, loop))):
         return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
     return ""
-
-
-def _has_plain_names(loop: ast.For) -> bool:
-    return all(isinstance(node, ast.Name) for node in _targets(loop.target))
 
 
 def _targets(node: ast.expr) -> Iterator[ast.expr]:
@@ -514,7 +511,7 @@ def _reads_gradients(tree: ast.Module, loop: ast.For) -> bool:
     """Tell whether gradients are read, or added to, outside of a loop."""
     inside = {id(node) for node in ast.walk(loop)}
     for node in ast.walk(tree):
-        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        word = last_name(node)
         if id(node) not in inside and (word in _GRADIENTS or "grad_norm" in word or "grad_value" in word):
             return True
     around = (
