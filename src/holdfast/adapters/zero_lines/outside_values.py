@@ -37,6 +37,7 @@ from holdfast.adapters.zero_lines.outside_parts import (
     stores,
     without_files,
 )
+from holdfast.adapters.zero_lines.script_text import scope_of
 from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.usage.name_flow import Function, last_name, stored
 
@@ -344,7 +345,7 @@ class _Flow:
             self._memo.clear()
             self._apart(self._attributes_set)
             for loop in self._loops:
-                scope = self._scope(loop)
+                scope = scope_of(self._tree, loop)
                 frame = _Frame(scope, {})
                 for statement, is_plain in _before(scope, loop):
                     self._above(statement, frame, is_plain=is_plain)
@@ -456,21 +457,14 @@ class _Flow:
         if not handlers:
             self._sink(asked, node)
         scope = ast.parse("lambda: 0", mode="eval").body
-        self._around[id(scope)], self._scopes = self._scope(node), [*self._scopes, scope]
+        self._around[id(scope)], self._scopes = scope_of(self._tree, node), [*self._scopes, scope]
         frame = _Frame(scope, {}, asked, trains=True)
         for each in handlers:
             if isinstance(each, ast.Lambda):
-                self._around.setdefault(id(each), self._scope(node))
+                self._around.setdefault(id(each), scope_of(self._tree, node))
                 self._call(each, {}, frame)
             elif isinstance(each, ast.Name | ast.Attribute):
                 self._called(ast.copy_location(ast.Call(each, [], []), node), frame, alone=True)
-
-    def _scope(self, loop: ast.AST) -> ast.AST:
-        found: ast.AST = self._tree
-        for node in ast.walk(self._tree):
-            if isinstance(node, Function) and any(part is loop for part in ast.walk(node)):
-                found = node
-        return found
 
     # What is held where.
 

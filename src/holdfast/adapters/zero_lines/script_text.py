@@ -49,8 +49,8 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield node.module or ""
 
 
-def scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
-    """Returns the innermost function around the loop, or the script."""
+def scope_of(tree: ast.Module, loop: ast.AST) -> Scope:
+    """Returns the innermost function around the loop, or another part, or the script."""
     found: Scope = tree
     for node in ast.walk(tree):
         if isinstance(node, Function) and any(inner is loop for inner in ast.walk(node)):
