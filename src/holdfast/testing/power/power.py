@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from holdfast.base.terminal import say
 from holdfast.testing.checks.power_cut_disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, why_not
 from holdfast.testing.drill.crash_drill import (
     NUM_LANES,
@@ -27,7 +28,6 @@ from holdfast.testing.drill.crash_drill import (
     open_lanes,
     report,
     run,
-    say,
 )
 from holdfast.testing.drill.crash_points import MEASURE
 from holdfast.testing.drill.trial_plan import LAST_LIFE, NO_STRIKE, SOLO, Aim, LifePlan, Trial, script
