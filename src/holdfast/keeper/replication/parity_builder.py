@@ -26,7 +26,6 @@ from holdfast.core.layout import parity_groups
 from holdfast.core.layout.parity_stripes import Piece, Striping
 from holdfast.core.model import BundleRef, Level, Seal, Version
 from holdfast.core.versions.job_bundles import JobBundles
-from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.replication.image_transfer import PeerReader, count_lines, require
 from holdfast.keeper.replication.replicator import RECEIVING, NotYet, Replicator
 from holdfast.keeper.replication.xor_sources import Parts, xor_sources
@@ -37,7 +36,6 @@ from holdfast.keeper.slots.node_report import greeting, has_left
 from holdfast.keeper.slots.slot_pool import PARITY_RANK, HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
-from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
 from holdfast.tiers.memory.xor import clear
 
@@ -259,10 +257,8 @@ class ParityBuilder(HasWorker):
     def _seal(self, held: HeldSlot, piece: Piece, view: memoryview) -> None:
         seal = image_format.seal(piece.name, view)
         with self._state.lock:
-            held.images = {piece.name: ImagePlace(BundleRef(piece.name), 0, seal)}
             held.parity = piece
-            slots.write_header(held.slot, held.header(self._state.place.job))
-            held.state = SlotState.SEALED
+            held.seal({piece.name: ImagePlace(BundleRef(piece.name), 0, seal)}, self._state.place.job)
 
 
 def _all_of(seals: Mapping[str, Seal], names: Sequence[str], build: _Build, member: int) -> tuple[Seal, ...]:
