@@ -18,6 +18,7 @@ lock. What goes to a device is hashed and queued from a slot that the driver kno
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,11 +200,8 @@ class _Work:
 
     def run(self) -> None:
         """Copies, hashes, compares, until the end of the queue; then what devices were sent is there."""
-        staging = Staging(self._starts, CHUNK_BYTES)
-        try:
+        with contextlib.closing(Staging(self._starts, CHUNK_BYTES)) as staging:
             self._run(staging)
-        finally:
-            staging.close()
 
     def _run(self, staging: Staging) -> None:
         while (chunk := self.todo.get()) is not None:

@@ -7,6 +7,7 @@ A keeper that does not hear it, or cannot do it, costs that time and nothing els
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -65,11 +66,8 @@ class KeeperHints:
 
     def _say(self, message: Message) -> None:
         try:
-            caller = self._dial()
-            try:
+            with contextlib.closing(self._dial()) as caller:
                 caller.call(message, timeout_s=TIMEOUT_S)
-            finally:
-                caller.close()
         except HoldfastError as error:
             logger.info("nothing is preloaded: %s", error)
 

@@ -15,6 +15,7 @@ read from storage past their keepers is in no memory: then there is nothing to m
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -217,11 +218,8 @@ class ParityBuilder(HasWorker):
         names = build.bundle_ids[member]
         if not names:
             return ()
-        peer = self._peer(build, assembly, member)
-        try:
+        with contextlib.closing(self._peer(build, assembly, member)) as peer:
             return _all_of(peer.seals(build.version, names), names, build, member)
-        finally:
-            peer.close()
 
     def _parts(self, build: _Build, assembly: Assembly, striping: Striping, member: int) -> Parts:
         """Reads what one member has for this one. The seals are asked for again: that pins its slots."""
@@ -229,8 +227,7 @@ class ParityBuilder(HasWorker):
         if not rows:
             return
         scratch = memoryview(bytearray(max(row.chunks[member].length for row in rows)))
-        peer = self._peer(build, assembly, member)
-        try:
+        with contextlib.closing(self._peer(build, assembly, member)) as peer:
             names = build.bundle_ids[member]
             if _all_of(peer.seals(build.version, names), names, build, member) != striping.covers[member]:
                 raise VersionNotFound(f"{build.version} there is not what it was")
@@ -240,8 +237,6 @@ class ParityBuilder(HasWorker):
                 part = scratch[: chunk.length]
                 peer.read_chunks_into(build.version, seals[chunk.bundle_id], chunk.index, part)
                 yield row.offset, part
-        finally:
-            peer.close()
 
     def _peer(self, build: _Build, assembly: Assembly, member: int) -> PeerReader:
         state, address = self._state, assembly.addresses[build.group[member]]
