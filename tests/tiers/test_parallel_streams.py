@@ -240,9 +240,11 @@ def patched(
     """`os.pwrite` or `os.preadv` of this test: large pieces only, for others use them too."""
     real = getattr(os, call)
 
-    def changed(descriptor: int, data: Any, at: int) -> int:
+    def changed(descriptor: int, data: Any, at: int, *flags: int) -> int:
         size = len(data) if call == "pwrite" else len(data[0])
-        return act(real, descriptor, data, at) if size >= posix_io.PAGE else int(real(descriptor, data, at))
+        if size >= posix_io.PAGE and not any(flags):
+            return act(real, descriptor, data, at)
+        return int(real(descriptor, data, at, *flags))
 
     monkeypatch.setattr(os, call, changed)
 
@@ -441,9 +443,9 @@ def test_a_planted_bug_of_a_reading_stream_is_found(
 ) -> None:
     file, real = image.write(store), posix_io.fill
 
-    def fill(descriptor: int, view: memoryview, offset: int) -> int:
+    def fill(descriptor: int, view: memoryview, offset: int, flags: int = 0) -> int:
         swapped = {UNIT_BYTES: 3 * UNIT_BYTES, 3 * UNIT_BYTES: UNIT_BYTES}
-        return real(descriptor, view, swapped.get(offset, offset))
+        return real(descriptor, view, swapped.get(offset, offset), flags)
 
     monkeypatch.setattr(posix_io, "fill", fill)
     with pytest.raises(CorruptError):

@@ -94,7 +94,6 @@ class _Files:
 
     Args:
         shared: whether all ranks hold the same weights.
-        everyone: all ranks.
     """
 
     def __init__(self, shared: tuple[str, ...], everyone: tuple[int, ...], classes: Classes) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from holdfast.adapters.mindspore.checkpoint import save_checkpoint
 from holdfast.adapters.mindspore.formats.tensors import HostTensor
 from holdfast.base.errors import HoldfastError, StorageError, UsageError
+from holdfast.checkpoint.entries.pytree import references
 from holdfast.checkpoint.entries.types import torch_dtype
 from holdfast.tiers.format import values as value_codec
 from holdfast.tiers.format.values import TensorRef
@@ -62,7 +63,7 @@ def tree_of(merged: Merged, tensors: Mapping[str, Any]) -> dict[str, Any]:
     used: set[str] = set()
     for value in merged.values.values():
         if not isinstance(value, TensorRef):  # that would be another name of a tensor, which keeps its first one
-            used.update(_references(value))
+            used.update(references(value))
     for name, tensor in tensors.items():
         if name in used:
             continue
@@ -86,13 +87,6 @@ def tree_of(merged: Merged, tensors: Mapping[str, Any]) -> dict[str, Any]:
         else:
             tree[head] = plain
     return tree
-
-
-def _references(value: Any) -> set[str]:
-    if isinstance(value, TensorRef):
-        return {value.name}
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return {name for item in items for name in _references(item)}
 
 
 def _plain(value: Any, tensors: Mapping[str, Any]) -> Any:

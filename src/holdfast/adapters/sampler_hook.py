@@ -1,8 +1,6 @@
 """Lets an adapter stand around the order that a sampler draws for an epoch.
 
-    hook(sampler, rows)      # at each iter(sampler): rows(make), where make() is what the sampler itself would return
-
-Used by `adapters.hf_parts.accelerate_loaders` and `adapters.lightning.orders`.
+hook(sampler, rows)      # at each iter(sampler): rows(make), where make() is what the sampler itself would return
 """
 
 from __future__ import annotations

@@ -216,7 +216,6 @@ class _Part:
     """An object with a state.
 
     Args:
-        inner: of TorchTitan.
         deaf: it is saved, and not loaded.
         more: is saved with it, under names that the object has not.
     """

@@ -92,7 +92,6 @@ class Events:
             self._counters[name] += amount
 
     def counters(self) -> dict[str, float]:
-        """A copy of all counters."""
         with self._lock:
             return dict(self._counters)
 

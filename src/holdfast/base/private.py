@@ -27,11 +27,8 @@ OTHERS_REMEDY = "another user made it: set HOLDFAST_RUNTIME_DIR to a private dir
 
 
 def make(path: Path, *, below: Path | None = None) -> None:
-    """Makes a directory that is ours alone (0700), or proves that it is.
-
-    Args:
-        path: the directory.
-        below: the first of the directories on the way to `path` that must be ours alone as well; by default `path` itself.
+    """Makes a directory that is ours alone (0700), or proves that it is. From `below` on, if given, so must
+    be the directories on the way to it.
 
     Raises:
         ConfigError: one of them is a link, another user's, or open to others. OSError: one cannot be made.

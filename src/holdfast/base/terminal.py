@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 
 # Controls (C0, DEL, C1) but for the line feed, marks that turn the direction of text (UAX #9), lone surrogates.
@@ -19,3 +20,9 @@ def some_of(names: Iterable[object], most: int = 20) -> str:
     listed = list(map(str, names))
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
+
+
+def say(*lines: str) -> None:
+    """Lines on standard output."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()

@@ -9,7 +9,7 @@ calls `Checkpointer.restore()`; there its state is looked at, optimizer state to
 So nothing is trained, saved, connected or read, but for what the script itself does until then.
 
 The answer is one JSON document on standard output: each different part of each tensor once. What the script prints goes
-to standard error. Called by `cli.planning.plan`; `rehearse` also by tests.
+to standard error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks as a person reads them: runs of numbers, and a picture of small meshes. Called by `groups` and `plan`."""
+"""Ranks as a person reads them: runs of numbers, and a picture of small meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that runs on this machine, as its keepers know it: asks their sockets, joins what they say. Called by `groups`, `plan`.
+"""A job that runs on this machine, as its keepers know it: asks their sockets, joins what they say.
 
 Keepers of other machines are not asked: of bundles whose ranks all live there only group and bytes are known, and they
 are named by their id.
@@ -52,9 +52,7 @@ class LiveJob:
     """A running job.
 
     Attributes:
-        root: where it saves to.
         incarnation: its recovery.
-        topology: who runs where.
         shards: every different part of every tensor.
     """
 

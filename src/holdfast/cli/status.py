@@ -6,6 +6,7 @@ socket at which nobody answers is a problem: the keeper died, or hangs. No keepe
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -82,15 +83,11 @@ def places(runtime_dir: str | None) -> Iterator[RuntimePaths]:
 
 def _ask(place: RuntimePaths) -> Answer:
     try:
-        client = KeeperViewer.connect(place.socket, job=place.job, timeout_s=ASK_TIMEOUT_S)
+        viewer = KeeperViewer.connect(place.socket, job=place.job, timeout_s=ASK_TIMEOUT_S)
+        with contextlib.closing(viewer):
+            return Answer(place, viewer.status(timeout_s=ASK_TIMEOUT_S))
     except HoldfastError as error:
         return Answer(place, {}, error)
-    try:
-        return Answer(place, client.status(timeout_s=ASK_TIMEOUT_S))
-    except HoldfastError as error:
-        return Answer(place, {}, error)
-    finally:
-        client.close()
 
 
 def _document(answer: Answer) -> dict[str, Any]:

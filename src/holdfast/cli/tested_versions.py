@@ -24,7 +24,6 @@ class Installed:
 
     Attributes:
         name: of the distribution, or `python`.
-        version: that is installed.
         untested: what is said of a version outside of the range; empty inside of it.
     """
 

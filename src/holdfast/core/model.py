@@ -1,7 +1,7 @@
 """The nouns: versions, extents, shards, bundles, seals. Values without behaviour beyond their own consistency.
 
-Called by every room. Nothing here knows a tensor, a file, a socket or a clock. A rank is an index into the job
-(0 .. world_size - 1); a node is the label of a failure domain.
+Nothing here knows a tensor, a file, a socket or a clock. A rank is an index into the job (0 .. world_size - 1); a node
+is the label of a failure domain.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ class Room:
     """A room is where the ranks of a job meet.
 
     Args:
-        world_size: how many there are.
         timeout_s: how long they wait for each other.
     """
 
@@ -40,7 +39,6 @@ class Rank:
         self.rank, self.world_size, self._room = rank, room.world_size, room
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, by rank."""
         return self._room.meet(self.rank, data)
 
     def send(self, data: torch.Tensor, to: int) -> None:

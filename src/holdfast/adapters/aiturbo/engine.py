@@ -335,13 +335,11 @@ class CheckpointShmManager:
         self._names = [path for _, path in sorted(found)]
 
     def remove_ckpoint_file(self, file_name: str) -> None:
-        """Removes one name."""
         path = Path(file_name)
         path.unlink(missing_ok=True)
         self._names = [name for name in self._names if name != path]
 
     def remove_oldest_ckpoint_file(self) -> None:
-        """Removes the oldest name."""
         if self._names:
             self.remove_ckpoint_file(str(self._names[0]))
 

@@ -109,11 +109,8 @@ def in_parts(fqn: str, offsets: Sequence[int]) -> str:
 
 
 def with_holders(notes: Mapping[int, Notes], replicated: Sequence[str]) -> dict[int, Notes]:
-    """The notes of every rank, with who holds the same.
-
-    Args:
-        notes: of all ranks.
-        replicated: glob patterns of names whose plain tensors and values are the same on all ranks that have them.
+    """The notes of every rank, with who holds the same. `replicated` has glob patterns of names whose plain tensors and
+    values are the same on all ranks that have them.
     """
     ranks: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     split: set[str] = set()

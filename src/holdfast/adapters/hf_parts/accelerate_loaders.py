@@ -4,7 +4,7 @@ would.
 A script that goes on within an epoch skips the batches that were trained (`accelerator.skip_first_batches`). That gives the right
 rows only if the epoch has the order that it had: the order is drawn when an epoch begins, from random numbers of that moment. So
 these are noted in every sampler, at the first row of an epoch; a run that goes on within the epoch begins it with them, and
-takes those of the version when the first row is drawn. Called by `adapters.huggingface.wrap`.
+takes those of the version when the first row is drawn.
 """
 
 from __future__ import annotations

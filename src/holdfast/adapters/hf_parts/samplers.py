@@ -4,8 +4,8 @@
     samplers.load_state_dict(state)      # what samplers.state_dict() was, in an earlier process
 
 A process that is started again makes its samplers anew, and these would draw the first epoch's order once more. What did not change since
-they were made is left out (ranks, numbers of rows): that is the script's to say. Used by `adapters.huggingface` and
-`adapters.hf_parts.accelerate_loaders`. Must never: touch what a sampler of a known package counts, for its loader places it.
+they were made is left out (ranks, numbers of rows): that is the script's to say. Must never: touch what a sampler of a
+known package counts, for its loader places it.
 """
 
 from __future__ import annotations

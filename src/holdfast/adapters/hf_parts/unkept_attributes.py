@@ -4,7 +4,7 @@
     unkept.look(callbacks)                   # before the first step and behind each: what changed is named, once
 
 A callback that counts in an attribute goes on counting; in a process that was started again it begins as the script makes it. Such an
-object may mean it so (a clock), so this is a warning and no error. Used by `adapters.huggingface`. Must never: change anything.
+object may mean it so (a clock), so this is a warning and no error. Must never: change anything.
 """
 
 from __future__ import annotations

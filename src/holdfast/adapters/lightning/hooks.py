@@ -3,7 +3,7 @@
 Lightning makes a checkpoint as one dict and hands it around: `Callback.on_save_checkpoint` and
 `LightningModule.on_save_checkpoint` put into it what they like, or other weights in the place of the weights. They get the same
 dict here, without anything being gathered, and what they changed is kept. At a restore they get it back, in Lightning's
-order, when model and optimizers are there already. Called by `adapters.lightning`.
+order, when model and optimizers are there already.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps what a training has logged so far in its epoch: sums, values of the last step, and metrics of torchmetrics.
 
 Lightning writes a value that was logged once in every step behind it, until the epoch ends; and what is logged for the epoch
-is a sum. Both would begin anew in another process. Called by `adapters.lightning.loops`.
+is a sum. Both would begin anew in another process.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ holdfast is taken when nothing of its step, or of its epoch, is left to be done.
     within an epoch    the loops count as restarted until their data is there, and not one batch longer
     between epochs     nothing is restarted: the next epoch begins as in a run that was never interrupted
 
-Knows the trainer only by what it is asked with. Called by `adapters.lightning`.
+Knows the trainer only by what it is asked with.
 """
 
 from __future__ import annotations

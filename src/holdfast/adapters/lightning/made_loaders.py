@@ -1,7 +1,7 @@
 """Has the loaders of a loop made again with the random numbers that they were made with.
 
 A hook that makes a loader may draw what is in it: `torch.randn` in `train_dataloader`, a `random_split` without a generator. A restart
-calls the hook again at another time, and the run would go on with other data. Called by `adapters.lightning.loops`.
+calls the hook again at another time, and the run would go on with other data.
 """
 
 from __future__ import annotations

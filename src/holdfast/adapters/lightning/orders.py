@@ -2,7 +2,7 @@
 
 A `StatefulDataLoader` finds its place behind batches that it passes over, in the order that the sampler gives it then. A
 sampler that draws (`WeightedRandomSampler`, or a shuffled one that Lightning shares out among ranks) would give another order. So the
-random numbers of an epoch's first row are noted, and are there again when it is drawn. Called by `adapters.lightning.loops`.
+random numbers of an epoch's first row are noted, and are there again when it is drawn.
 """
 
 from __future__ import annotations

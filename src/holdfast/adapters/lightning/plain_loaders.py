@@ -3,7 +3,7 @@
 Each loader is counted by `checkpoint.state.dataloader`: behind a restart within an epoch its order is drawn again with the random numbers
 that the epoch began with, and what was had is left out. Lightning goes over several loaders at one time, and
 over some again within an epoch; what of that has no place is told at the start. Workers that stay note what they draw, within an epoch
-and behind it; others load again what was had. Called by `adapters.lightning.loops`.
+and behind it; others load again what was had.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Looks for what a user's module and callbacks count or draw in attributes, which no checkpoint of Lightning's has.
 
 A generator for noise, a count, values of the last steps: a restart begins them anew, and a step that depends on them is another. What
-changes from save to save is told once, by name. Objects with hooks of their own for checkpoints are trusted. Called by `adapters.lightning`.
+changes from save to save is told once, by name. Objects with hooks of their own for checkpoints are trusted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps what loaders of a validation have from one validation to the next one of another process.
 
 A validation is made between two versions, so no place within it is needed. But workers that stay are made once, which draws a number,
-and go on with what they draw. Generators, datasets and samplers go on from one validation to the next too. Called by `adapters.lightning.loops`.
+and go on with what they draw. Generators, datasets and samplers go on from one validation to the next too.
 """
 
 from __future__ import annotations

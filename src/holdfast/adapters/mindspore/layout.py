@@ -5,7 +5,7 @@ that split it, counted from the right; -1 is none. Several axes split one dimens
 named being the highest. Devices with equal coordinates on all named axes hold the same slice. Optimizer sharding then
 splits that slice once more along its first dimension, among neighbours in the list of these devices.
 
-Pure arithmetic; called by everything here that asks who holds what.
+Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ class Copies:
     """Decides who saves which slice. Collective: every rank makes one, of what it holds.
 
     Args:
-        group: all ranks.
         shards: what this rank shares with its twins.
         copies: of every slice; a slice that fewer ranks hold has as many as there are.
 
@@ -70,7 +69,6 @@ class Wanted:
     """Tells what this rank needs of a state, and where it is.
 
     Args:
-        copies: who saves what.
         shards: all that the rank shares with others.
         groups: those that share numbers.
     """

@@ -61,12 +61,7 @@ _OWNED = re.compile(r"rank\d+/")
 
 
 def free_prefix(directory: str | os.PathLike[str], prefix: str) -> str:
-    """`prefix`, or `prefix_1`, `prefix_2`, ... if files of earlier runs bear it: MindSpore's rule.
-
-    Args:
-        directory: of one rank.
-        prefix: what its files begin with.
-    """
+    """`prefix`, or `prefix_1`, `prefix_2`, ... if files of earlier runs bear it: MindSpore's rule."""
     pattern = re.compile(rf"{re.escape(prefix)}(?:_(\d+))?-\d+_\d+\.")
     matches = [pattern.match(name) for name in names_in(Path(directory))]
     taken = [int(match[1] or 0) for match in matches if match]

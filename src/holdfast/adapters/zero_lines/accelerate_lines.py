@@ -17,7 +17,6 @@ class Wrapped:
     """An Accelerator that has prepared the optimizer that steps.
 
     Attributes:
-        name: what the script calls it.
         loaders: data loaders that it has prepared.
         things: all that `wrap` keeps, by its `id`, the models' parameters too.
     """
@@ -36,12 +35,7 @@ class Wrapped:
 
 
 def wrapped_by(names: Mapping[str, Any], optimizer: Optimizer) -> Wrapped | None:
-    """Returns the Accelerator that has prepared this optimizer, if the script has a name for it.
-
-    Args:
-        names: of the script, with what they mean.
-        optimizer: the one that steps.
-    """
+    """Returns the Accelerator that has prepared this optimizer, if the script has a name for it."""
     for name, value in sorted(names.items()):
         if not any(
             (part.__module__, part.__name__) == ("accelerate.accelerator", "Accelerator")

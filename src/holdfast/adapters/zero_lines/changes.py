@@ -54,7 +54,6 @@ class Changes:
     """Everything that the loop can reach, as it was at its beginning.
 
     Args:
-        look: looks at all of it.
         lines: attribute or name -> line of the script that stores to it.
         members: names of sets whose order matters to nobody.
         before: how it was.

@@ -150,7 +150,6 @@ class Doubts(ABC):
     """Tells the person who started the job, once, what makes the versions of a run unsure.
 
     Args:
-        group: the ranks.
         began: numbers and texts that the loops read, as they were when they began; empty if the script reads no files.
 
     Attributes:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
-from holdfast.checkpoint.usage.clock_names import last_name
-from holdfast.checkpoint.usage.name_flow import Function
+from holdfast.checkpoint.usage.name_flow import Function, last_name
 
 # Names of functions and methods that draw, of torch, numpy, `random`, and of their generators and distributions.
 _DRAWS = {

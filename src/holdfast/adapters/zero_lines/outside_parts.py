@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from holdfast.checkpoint.usage.clock_names import last_name
+from holdfast.checkpoint.usage.name_flow import last_name
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ from holdfast.adapters.zero_lines.outside_parts import (
     stores,
     without_files,
 )
+from holdfast.adapters.zero_lines.script_text import scope_of
 from holdfast.base.handler_errors import pass_on
-from holdfast.checkpoint.usage.clock_names import last_name
-from holdfast.checkpoint.usage.name_flow import Function, stored
+from holdfast.checkpoint.usage.name_flow import Function, last_name, stored
 
 # What tells something else in every process, by its whole name.
 _TOLD = {
@@ -186,10 +186,8 @@ class _Frame:
     """One function, or the script, that is gone through.
 
     Attributes:
-        scope: which.
         names: paths that hold something -> where that comes from.
         control: what decides whether the statement runs.
-        returned: what it returns.
         depth: of calls.
         loops: the loops around the statement, the innermost last.
         rates: names that each parameter group, or parameter, is given to.
@@ -347,7 +345,7 @@ class _Flow:
             self._memo.clear()
             self._apart(self._attributes_set)
             for loop in self._loops:
-                scope = self._scope(loop)
+                scope = scope_of(self._tree, loop)
                 frame = _Frame(scope, {})
                 for statement, is_plain in _before(scope, loop):
                     self._above(statement, frame, is_plain=is_plain)
@@ -459,21 +457,14 @@ class _Flow:
         if not handlers:
             self._sink(asked, node)
         scope = ast.parse("lambda: 0", mode="eval").body
-        self._around[id(scope)], self._scopes = self._scope(node), [*self._scopes, scope]
+        self._around[id(scope)], self._scopes = scope_of(self._tree, node), [*self._scopes, scope]
         frame = _Frame(scope, {}, asked, trains=True)
         for each in handlers:
             if isinstance(each, ast.Lambda):
-                self._around.setdefault(id(each), self._scope(node))
+                self._around.setdefault(id(each), scope_of(self._tree, node))
                 self._call(each, {}, frame)
             elif isinstance(each, ast.Name | ast.Attribute):
                 self._called(ast.copy_location(ast.Call(each, [], []), node), frame, alone=True)
-
-    def _scope(self, loop: ast.AST) -> ast.AST:
-        found: ast.AST = self._tree
-        for node in ast.walk(self._tree):
-            if isinstance(node, Function) and any(part is loop for part in ast.walk(node)):
-                found = node
-        return found
 
     # What is held where.
 
@@ -697,13 +688,7 @@ class _Flow:
     # Expressions.
 
     def _eval(self, node: ast.expr | None, frame: _Frame, *, alone: bool = False) -> Value:
-        """Returns what an expression holds of the world outside.
-
-        Args:
-            node: the expression.
-            frame: where it stands.
-            alone: whether nothing takes its value.
-        """
+        """Returns what an expression holds of the world outside. `alone`: nothing takes its value."""
         if node is None or isinstance(node, ast.Constant):
             return {}
         if isinstance(node, ast.Call):

@@ -39,8 +39,6 @@ class OwnLoops:
 
     Attributes:
         name: of that module.
-        path: its file.
-        nest: its loops.
         modules: names of all own modules.
     """
 
@@ -146,7 +144,6 @@ class OwnFinder(MetaPathFinder):
     """Imports one module from the tree with the lines.
 
     Args:
-        found: which one.
         hook: what its loops go over.
     """
 

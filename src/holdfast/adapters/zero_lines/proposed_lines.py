@@ -232,8 +232,6 @@ class _Text:
 
     Args:
         frame: where it runs.
-        tree: its file.
-        loop: it.
         root: directory or URL of the checkpoints.
         optimizer: the one that steps.
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Container, Iterable, Iterator
 
-from holdfast.checkpoint.usage.clock_names import last_name
-from holdfast.checkpoint.usage.name_flow import Function, Scope, loaded
+from holdfast.checkpoint.usage.name_flow import Function, Scope, last_name, loaded
 
 HOOK = "__holdfast_kept__"
 # Why a script that calls us by itself is left alone.
@@ -33,11 +32,7 @@ _SCOPES = ("globals", "locals", "vars")
 
 def words_in(nodes: Iterable[ast.AST]) -> set[str]:
     """Returns the names, and the names of attributes, in parts of a text."""
-    return {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in nodes
-        if isinstance(node, ast.Attribute | ast.Name)
-    }
+    return {name for node in nodes if (name := last_name(node))}
 
 
 def reads_files(words: Iterable[str]) -> bool:
@@ -54,8 +49,8 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield node.module or ""
 
 
-def scope_of(tree: ast.Module, loop: ast.stmt) -> Scope:
-    """Returns the innermost function around the loop, or the script."""
+def scope_of(tree: ast.Module, loop: ast.AST) -> Scope:
+    """Returns the innermost function around the loop, or another part, or the script."""
     found: Scope = tree
     for node in ast.walk(tree):
         if isinstance(node, Function) and any(inner is loop for inner in ast.walk(node)):

@@ -10,8 +10,7 @@ What the device has to work out first (`is_plain`) goes the same way, piece by p
 Within a device bytes are copied as whole numbers: torch's one kernel for many tensors computes in float32 where a type is
 narrower, so what is no number there gets other bits, and it has no unsigned types but bytes.
 
-What lies where in a slot is planned once (`checkpoint.capture.copy_plan`), and so are the blocks. Used by
-`checkpoint.capture.side_stream_copy`.
+What lies where in a slot is planned once (`checkpoint.capture.copy_plan`), and so are the blocks.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ class BlockCopies:
     """The blocks of some targets in one slot.
 
     Args:
-        targets: in the slot.
         memory_of: gives BLOCK_BYTES of a device, of dtype uint8; None: it has none left, and each goes alone.
 
     Attributes:

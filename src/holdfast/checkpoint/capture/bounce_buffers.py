@@ -53,7 +53,6 @@ class BounceBuffers:
 
     Args:
         behind_s: how long the device may take to come to a copy; one that takes longer hangs.
-        num_bytes: of a buffer.
     """
 
     def __init__(self, device: torch.device, *, behind_s: float, num_bytes: int = BUFFER_BYTES) -> None:

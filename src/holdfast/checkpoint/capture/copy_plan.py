@@ -5,7 +5,7 @@ planned once: the bundles this rank captures, their images, and for every slot t
 sources are looked up and copied in one call that does not hold the interpreter's lock; headers and values follow.
 
 Invariants: every byte is copied at most once; nothing is written outside the images of the plan; a plan fits exactly
-one structure of the state and one size of each group's values. Called by `checkpoint.checkpointer.checkpointer`.
+one structure of the state and one size of each group's values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Part:
     """One piece of a live tensor and its place in the slot.
 
     Attributes:
-        name: entry name.
         piece: which rows.
         start: first byte, counted from the start of the slot's payload.
     """
@@ -171,7 +170,6 @@ class Structure:
     """Tells what the state is made of, as far as saving is concerned; holds until the state's structure changes.
 
     Args:
-        shards: every shard of this rank.
         value_groups: the groups that carry values.
         still: names of tensors that may stay as they are for many versions.
 
@@ -337,7 +335,6 @@ class SlotView:
         return self._places[num_bytes]
 
     def write_header(self, image: PlacedImage) -> None:
-        """The header of an image."""
         header = image.plan.header
         self.slot.view[image.start : image.start + len(header)] = header
 

@@ -15,8 +15,6 @@ from the fence on. Their spots are taken by the device itself, in front of whate
 (`checkpoint.device.device_spots`), and compared with the slot alone (`DeviceCheck`): 128 bytes of each tensor, of many tensors a
 quarter in a save, the last ones in each, 1,024 at most, and others in the next. So a write past torch's counts is found there if it changes most of
 many tensors, and else in its turn.
-
-Used by `checkpoint.save.memory_saver` and `checkpoint.save.save_completion`.
 """
 
 from __future__ import annotations
@@ -141,7 +139,6 @@ class DeviceCheck:
 
     Attributes:
         names: of the parts.
-        spots: which spots.
     """
 
     names: Sequence[str]

@@ -1,7 +1,7 @@
 """Lets one thread at a time do something, also where threads are interrupted at any moment.
 
 The lock is always given back: for an exception that another thread or a signal raises here, `with` and a lock of the
-interpreter's own are one step. A context manager in Python would not be. Used by `checkpoint.capture.side_stream_copy`.
+interpreter's own are one step. A context manager in Python would not be.
 """
 
 from __future__ import annotations

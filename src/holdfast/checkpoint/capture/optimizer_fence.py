@@ -19,7 +19,7 @@ is compared), it waits in two parts: until the device has come as far as the cop
 ours, and then for the copy itself, as above.
 
 When the job breaks off, what a device had not copied by then is void (`void`): behind a collective that was aborted
-everything that is queued runs on, on gradients that nobody reduced. Called by `checkpoint.checkpointer.checkpointer`.
+everything that is queued runs on, on gradients that nobody reduced.
 """
 
 from __future__ import annotations

@@ -116,7 +116,6 @@ class PacedCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that were queued."""
         return sum(copy.num_bytes for copy in self._queued)
 
     @property

@@ -9,7 +9,7 @@ What is read is held until the device has passed the copy, so no allocator gives
 waits for a device without an end: who waits looks at events, and may be told to stop. After that, memory that a device
 may still write to is neither unregistered nor given away (`drain`).
 
-Called by `checkpoint.save.memory_saver`, `checkpoint.capture.optimizer_fence` and `checkpoint.capture.paced_copy`. Nothing here is reached when no tensor lives on a device.
+Nothing here is reached when no tensor lives on a device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class DeviceCopy:
     Attributes:
         spans: events before and behind what was queued in one call, per device.
         sources: what is read; held as long as this lives.
-        num_bytes: of all of them.
     """
 
     spans: tuple[Span, ...] = ()
@@ -67,7 +66,6 @@ class DeviceCopy:
     num_bytes: int = 0
 
     def __add__(self, other: DeviceCopy) -> DeviceCopy:
-        """Returns both."""
         return DeviceCopy(self.spans + other.spans, self.sources + other.sources, self.num_bytes + other.num_bytes)
 
     def feed(self, expected_s: float | None) -> None:

@@ -40,11 +40,7 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 
 
 class MemoryMoved(LevelNotReached):
-    """Tensors do not have the memory any more that they had; nothing was read.
-
-    Attributes:
-        numbers: which tensors.
-    """
+    """Tensors do not have the memory any more that they had; nothing was read."""
 
     def __init__(self, numbers: Sequence[int], names: Sequence[str]) -> None:
         self.numbers = list(numbers)
@@ -69,8 +65,6 @@ class _Group:
 
     Args:
         size: bytes of an element.
-        numbers: which tensors they are.
-        tensors: themselves.
         salts: one each, from which its positions are drawn.
         elements: which element of its tensor each spot is, by turn; kept here, and shared with copies of the tensors.
     """

@@ -3,7 +3,7 @@
 Ranks of one node that should hold the same tensors (DDP, HSDP) divide the copy of them, and nobody holds the whole twice to
 compare. So every rank folds some elements of each shared tensor at the call of every save into a word, sends the words
 with the version, and the keeper compares them (`core.versions.twin_vote`). Which elements these are follows from the name and the
-step, so that all ranks look at the same ones. Used by `checkpoint.save.memory_saver` and `checkpoint.save.storage_saver`.
+step, so that all ranks look at the same ones.
 """
 
 from __future__ import annotations

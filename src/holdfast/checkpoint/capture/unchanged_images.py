@@ -9,7 +9,7 @@ the slot after a copy, and of the live tensors in the call of a save. An image c
 is in host memory and copied in the call; whatever else it is, it is copied as ever.
 
 An average that moves with every step would cost a digest each time and gain nothing: of an image that changed twice in a
-slot only a few bytes are remembered, and all of it again once those stayed. Used by `checkpoint.save.memory_saver`.
+slot only a few bytes are remembered, and all of it again once those stayed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tells of steps that are reported while gradients are added up that no version can have.
 
 An optimizer's step ends several turns of the loop, each turn is reported, and the gradients are such as
-`checkpoint.entries.gradients_part` does not save. Called by `checkpoint.checkpointer.checkpointer`.
+`checkpoint.entries.gradients_part` does not save.
 """
 
 from __future__ import annotations

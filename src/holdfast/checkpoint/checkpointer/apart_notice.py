@@ -1,7 +1,7 @@
 """Tells that two checkpointers of one script came back to different steps.
 
 Each has versions of its own, and a fault between two saves leaves one a step ahead. What they train together then mixes two
-steps, and nothing fails. Called by `checkpoint.checkpointer.checkpointer` behind each restore.
+steps, and nothing fails. Called behind each restore.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Decides how a job saves: with memory of its own, or, where that cannot be had and need not be, straight to storage.
 
-Decided once per restore, by all ranks together, because a version is made of what all of them save. Called by
-`checkpoint.checkpointer.checkpointer`.
+Decided once per restore, by all ranks together, because a version is made of what all of them save.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Holds what a checkpointer has between `restore` and `close`. Used by `checkpoint.checkpointer.checkpointer` only."""
+"""Holds what a checkpointer has between `restore` and `close`."""
 
 from __future__ import annotations
 

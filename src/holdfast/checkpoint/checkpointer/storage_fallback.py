@@ -6,7 +6,7 @@ the memory allowed, would cost every save until the next restore, for a version 
 every rank could have its slots again, which they tell each other at those meetings.
 
 A healthy job pays nothing: only who cannot save, or sees no version captured for a while, looks at the board, which is
-torch's store. Nothing raises into the training loop. Called by `checkpoint.checkpointer.checkpointer` with every finished step.
+torch's store. Nothing raises into the training loop. Called with every finished step.
 """
 
 from __future__ import annotations
@@ -60,23 +60,18 @@ class StoreBoard:
         self._store = store
 
     def get(self, key: str) -> str | None:
-        """Return what stands there."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def put(self, key: str, text: str) -> None:
-        """Writes it."""
         self._store.set(key, text)
 
     def add(self, key: str) -> int:
-        """Counts one more; returns how many."""
         return int(self._store.add(key, 1))
 
     def first(self, key: str, text: str) -> str:
-        """Writes it unless something stands there already; returns what stands there now."""
         return self._store.compare_set(key, "", text).decode()
 
     def least(self, key: str, number: int) -> None:
-        """Writes a number unless one that is not greater stands there."""
         stands = ""
         while (now := self._store.compare_set(key, stands, str(number)).decode()) != stands and int(now) > number:
             stands = now
@@ -258,7 +253,6 @@ class StorageFallback:
             logger.warning("the other ranks may wait for this one at their end: %s", error)
 
     def close(self) -> None:
-        """Lets go of what waits."""
         if self._memory is not None:
             self._memory[0].close()
             self._memory = None

@@ -1,6 +1,6 @@
 """Asks the text of the script's loop which gradients its next turn clears before it reads them, and which it reads.
 
-Called by `checkpoint.checkpointer.checkpointer` at each step that is reported, which passes it on to `checkpoint.entries.gradients_part`.
+Called at each step that is reported.
 """
 
 from __future__ import annotations
@@ -35,11 +35,8 @@ class TurnGradients:
     def at(self, frame: FrameType, parameters: Set[int]) -> Judgement:
         """Returns the numbers of the parameters whose gradients the next turn seems to clear before it reads them, and of those it may read.
 
-        Of neither kind is what the text does not tell.
-
-        Args:
-            frame: reports a step, or called a method of ours that does.
-            parameters: `id` of each.
+        Of neither kind is what the text does not tell. `frame` reports a step, or called a method of ours that does; of
+        each parameter there is its `id`.
         """
         users = user_frames.users(frame)
         if users is None:

@@ -1,7 +1,7 @@
 """Says at the end of a process, or when a Checkpointer goes, what a script that forgot `close()` leaves in memory alone.
 
 Keepers hold that for `linger_s`, and then it is gone; the script would end with 0 and without a word. Nothing is said after
-`close()` or `abandon()`, in a forked child, or where the newest version is durable. Called by `checkpoint.checkpointer.checkpointer`.
+`close()` or `abandon()`, in a forked child, or where the newest version is durable.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ group, which files tell that a node has such devices. A device that nobody here 
 `torch.accelerator` knows, gets the generic class: it registers nothing, so its copies are made in the call (`checkpoint.capture.bounce_buffers`), and all else works.
 
 `torch.cuda` must not be named anywhere else. No function here makes a context on a device that the process does not
-use. Used by `checkpoint.capture.side_stream_copy`, `clock`, `saver`, `randomness`, `agree`, `stage`, `leaving`, `runner`, `remains`.
+use.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ memory of keepers no driver has registered, so a copy from there would wait for 
 fills copies such a chunk into a buffer of its own instead, proves it there, queues the pieces on a stream of its own, and goes
 on with its other buffer. A buffer is used again when the device has passed the event behind its pieces; `close` waits for all.
 
-A device that has no such memory for us is filled from an ordinary buffer, which blocks. Used by `checkpoint.restore.tensor_fill`.
+A device that has no such memory for us is filled from an ordinary buffer, which blocks.
 """
 
 from __future__ import annotations

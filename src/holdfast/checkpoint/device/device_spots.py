@@ -10,8 +10,6 @@ save to save. Of few tensors it is all three. Every tensor takes the host up to 
 save, MOST_TENSORS at most, and others in the next. Those that a device copies last are looked at in every save, all three runs, for
 whoever writes all tensors too early tears these: the last ones of all, and the last ones behind the blocks
 (`checkpoint.capture.block_copies`). The views are made once and kept, for making them takes longer than all else.
-
-Used by `checkpoint.capture.late_copy_check` and `checkpoint.capture.side_stream_copy`.
 """
 
 from __future__ import annotations
@@ -74,7 +72,6 @@ class Turn:
     Attributes:
         views: them by device, as bytes.
         sizes: how many bytes those of each device are together; in a slot they lie in this order.
-        num_bytes: of all of them.
         together: where those of each device are brought together; whoever does that keeps it here.
     """
 
@@ -135,7 +132,6 @@ class DeviceSpots:
         self._next = itertools.count()
 
     def _last_of(self, copied: Sequence[int]) -> set[int]:
-        """The last ones of each device."""
         numbers: dict[torch.device, list[int]] = {}
         for number in copied:
             numbers.setdefault(self._tensors[number].device, []).append(number)

@@ -229,7 +229,6 @@ class Loading:
     """One restore: what is offered, what fits where, what is wrong.
 
     Args:
-        layouts: of this rank.
         saved: entries offered to this rank.
         values: values offered to this rank, by path, whatever their group.
         strict: what shows only while values are taken over is an error too.

@@ -25,12 +25,8 @@ EXTRA = "_extra_state"
 
 
 def pieces(name: str, module: nn.Module, rank: int) -> dict[int, Piece] | None:
-    """Return what this rank holds of every parameter that FSDP cuts, by the parameter's id.
-
-    Args:
-        name: of the module, for errors.
-        module: any.
-        rank: this rank.
+    """Return what this rank holds of every parameter that FSDP cuts, by the parameter's id. `name`: of the module, for
+    errors.
 
     Returns:
         None if the first FSDP wraps neither the module nor one inside it.

@@ -276,7 +276,6 @@ class GradientsPart(TransientPart):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of what lives."""
         return sum(grad.nbytes for grad in self._grads())
 
     def _grads(self) -> list[torch.Tensor]:

@@ -71,11 +71,8 @@ def as_saved(parameters: Mapping[str, torch.Tensor], *, copied: bool = False) ->
 def why_not(parameters: Iterable[torch.Tensor], *, in_buckets: bool = False) -> str:
     """Returns why the gradients of these parameters cannot be carried; empty if they can.
 
-    They can be up to 64 MiB, where each has memory of its own and no graph, and lies on the ranks as its parameter does.
-
-    Args:
-        parameters: each has one.
-        in_buckets: they may be parts of memory that nobody else reads, as DDP makes them.
+    They can be up to 64 MiB, where each has memory of its own and no graph, and lies on the ranks as its parameter
+    does. `in_buckets`: they may be parts of memory that nobody else reads, as DDP makes them.
     """
     pairs = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not all(_lies_as(parameter, grad) for parameter, grad in pairs):

@@ -112,7 +112,6 @@ class GeneratorState:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        """The generator's state."""
         return {"state": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -173,7 +173,6 @@ class FrozenCheck(SettingsCheck):
         return self._names.get(id(thing), "")
 
     def word(self, setting: float) -> str:
-        """Returns it in a word."""
         return "trained" if setting else "frozen"
 
 
@@ -239,7 +238,6 @@ class ModesCheck(SettingsCheck):
         return self._names[id(module)] + ("" if name == _TRAINING else f".{name}")
 
     def word(self, setting: float) -> str:
-        """Returns it in words."""
         if isinstance(setting, bool):
             return "in training mode" if setting else "in evaluation mode"
         return "no plain number" if setting == _NO_NUMBER else f"{setting:g}"

@@ -59,8 +59,6 @@ class Layouts:
     """Answers for one rank of one job.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
         replicated: glob patterns of names whose plain tensors and values all ranks hold alike; a pattern also covers
             everything below the name it matches.
         exclude: glob patterns of names of parameters and buffers that are not saved, in the same way.

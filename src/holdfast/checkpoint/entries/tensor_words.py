@@ -10,8 +10,7 @@ everything where nothing is found.
 
 MUST NOT read an object that may be gone. So the tensors that are given are aliases that nobody else has (`detach()`): each holds its
 storage and its counter of writes for as long as it lives, and it lives here. What others hold is never read in this way: another
-thread might exchange or free it in the middle. Used by `checkpoint.capture.spot_check`, `checkpoint.capture.late_copy_check`
-and `checkpoint.survivors.unchanged_state`.
+thread might exchange or free it in the middle.
 """
 
 from __future__ import annotations

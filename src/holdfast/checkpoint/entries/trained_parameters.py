@@ -2,8 +2,7 @@
 
 A callback that thaws a layer behind a step does so once. In a run that goes on behind that step it has nothing to do, and
 the layer would stay frozen. So a version says which parameters were changed since the training began. They are changed again where
-the script begins as the run did that saved; where it begins otherwise, it has decided by itself. Called by adapters
-of frameworks with callbacks.
+the script begins as the run did that saved; where it begins otherwise, it has decided by itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The job comes together: who runs where, one incarnation, one keeper per node, all told the same.
 
 Rank 0 claims the root, keeps other jobs out and registers the incarnation; the first rank of each node starts its keeper or finds it; then
-every rank connects and tells its keeper about the job. A fault on one rank is raised by all. Called by
-`checkpoint.checkpointer.checkpointer` at every restore; a second restore in the same process is a new incarnation over the same keepers.
+every rank connects and tells its keeper about the job. A fault on one rank is raised by all. A second restore in the
+same process is a new incarnation over the same keepers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class Job:
 
     @property
     def incarnation(self) -> int:
-        """Its number."""
         return self.assembly.incarnation
 
     @property

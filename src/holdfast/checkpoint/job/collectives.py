@@ -58,15 +58,12 @@ class Alone:
     world_size = 1
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Returns the bytes of this rank alone."""
         return [data]
 
     def send(self, data: torch.Tensor, to: int) -> None:  # noqa: ARG002 - there is nobody
-        """Nobody is there."""
         raise AssertionError("a job of one rank has nobody to send to")
 
     def receive(self, num_bytes: int, origin: int) -> torch.Tensor:  # noqa: ARG002 - there is nobody
-        """Nobody is there."""
         raise AssertionError("a job of one rank has nobody to receive from")
 
 
@@ -123,7 +120,6 @@ class Meeting:
     what they wait in.
 
     Args:
-        group: all ranks.
         step: of the training; AT_END behind all.
         part: of the step: what the ranks meet for, after one another.
         root: of the checkpoints that they meet for.
@@ -186,11 +182,9 @@ class Meeting:
         return self._group.gather(json.dumps([place, leaves]).encode() + b"\n" + data)
 
     def send(self, data: torch.Tensor, to: int) -> None:
-        """Does as the group does."""
         self._group.send(data, to)
 
     def receive(self, num_bytes: int, origin: int) -> torch.Tensor:
-        """Does as the group does."""
         return self._group.receive(num_bytes, origin)
 
 

@@ -7,8 +7,6 @@ slot that the guard would otherwise never release.
 
 Other nodes know their peers' keepers by the ports that were published when the job came together. So every rank holds
 the port of its keeper: whoever replaces it listens there again, whatever else the machine starts meanwhile.
-
-Called by `checkpoint.checkpointer.checkpointer`, `checkpoint.save.memory_saver` and `checkpoint.restore.restorer`.
 """
 
 from __future__ import annotations
@@ -104,10 +102,7 @@ class Unannounced:
 
     def announce(self, client: KeeperClient, before: Version | None = None) -> None:
         """Tells what was given up meanwhile; the others hold those versions in slots that they cannot reuse before.
-
-        Args:
-            client: who is told.
-            before: only older ones, for this one may be come back to.
+        With `before`, only of older ones, for this one may be come back to.
         """
         for told in tuple(self._versions):
             if before is None or told[0] < before:
@@ -157,7 +152,6 @@ class KeeperLink:
 
     @property
     def client(self) -> KeeperClient | None:
-        """The connection, or None while there is no living keeper."""
         client = self._client
         return client if client is not None and client.alive else None
 

@@ -22,7 +22,6 @@ class LostContact:
     """Knows on one rank since when it is so.
 
     Args:
-        link: to the keeper.
         clock: monotonic seconds.
     """
 

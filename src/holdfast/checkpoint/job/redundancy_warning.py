@@ -2,7 +2,7 @@
 
 Twins on two nodes protect each other from the first step on. What only one node holds is safe against its loss no
 earlier than its replica on another node, or the next durable version; whoever runs the job should know before it runs.
-Called by `checkpoint.checkpointer.checkpointer` at every restore, with the facts of all ranks; rank 0 says it, once per node.
+Called at every restore, with the facts of all ranks; rank 0 says it, once per node.
 """
 
 from __future__ import annotations

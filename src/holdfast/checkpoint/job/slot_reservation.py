@@ -4,8 +4,6 @@ The keeper says at once whether the budget allows them, and makes their pages in
 first one, then for the others, maps each and hands it on, so neither a restore nor training waits for memory that only
 a later save needs. On few cores it begins once all is restored that needs none of them. What becomes of the slots is never raised here: a save that comes before the first of them is given
 up, and `fault` says why there will be none.
-
-Called by `checkpoint.save.memory_saver`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class Reservation:
         came: called in the thread with every slot, once, before it counts as there.
 
     Attributes:
-        client: of that keeper.
         fault: why there will be no more slots; None while they are being made, or when all are there.
     """
 
@@ -61,7 +58,6 @@ class Reservation:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all slots are there."""
         return len(self._there) >= self._num_slots
 
     @property

@@ -1,7 +1,7 @@
 """Waiting together for what cannot be reached: a path that refuses for a while is no reason to decide without it.
 
 Rank 0 asks; while the answer is an error that may pass by itself, all ranks pause and it asks again. So no rank stands in a
-collective for longer than a pause and one attempt. Called by `checkpoint.job.bootstrap` and `checkpoint.restore.version_decision`.
+collective for longer than a pause and one attempt.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ _decoder = msgspec.msgpack.Decoder(tuple[float, bytes])
 
 
 class WaitLimit:
-    """Knows how long something is waited for, from the first time that it is missed.
-
-    Args:
-        limit_s: seconds.
-    """
+    """Knows how long something is waited for, from the first time that it is missed."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s

@@ -1,7 +1,6 @@
 """The time limits that a script gives its process groups, seen where torch makes a group.
 
 A script that gives none gets torch's own object, so a limit of the same length that the script names is told apart.
-Called by checkpoint.liveness.heartbeat, which tells the watchdog, and by elastic.worker.resumable, which makes the default group again.
 """
 
 from __future__ import annotations

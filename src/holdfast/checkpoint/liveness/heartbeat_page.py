@@ -5,7 +5,7 @@ two signs of progress, per phase and for whole steps, and the longest of those p
 wider than the one before, so a p99 is right within that. What lies behind the page is text: stack dumps, which the worker's fault handler appends.
 
 The writer is the worker's main thread alone. A reader may see a head half written; the next look, 50 ms later, sees it
-whole, and nothing is decided on one look. Called by checkpoint.liveness.heartbeat (writer) and elastic.watchdog.watchdog (reader). No torch.
+whole, and nothing is decided on one look. No torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A script that is interrupted and run again in the same process builds its objects anew. The old ones may hold this
 rank's place at the keeper, so they are closed, not left to the garbage collector. Weak references only: this list
-keeps nothing alive. Used by `checkpoint.checkpointer.checkpointer` (which registers itself) and `elastic.worker.worker_main`.
+keeps nothing alive.
 
 When the job breaks off on a device, `void` comes before anything else: before sockets are cut and groups are aborted. An
 aborted collective ends, and what was queued behind it runs on with what happens to be there. So whatever a device had not

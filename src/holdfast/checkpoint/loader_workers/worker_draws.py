@@ -6,7 +6,7 @@ A restart makes workers with the same seed, gives each the state of its forerunn
 turn it was. Nothing is loaded again.
 
 The generators are those of the process, and what `dataset_generators` finds in the dataset and in the collate function. What else a
-worker keeps is not noted. Called by `checkpoint.state.dataloader`.
+worker keeps is not noted.
 """
 
 from __future__ import annotations
@@ -161,7 +161,6 @@ class _Notes:
     """Memory that workers share with their main process: for each of them the last few things that it said.
 
     Args:
-        count: of workers.
         kept: so many of each are kept: a worker loads no further ahead.
     """
 
@@ -199,7 +198,6 @@ class _Noting(WorkerInit):
 
     Args:
         init: the loader's own; None if it has none.
-        notes: where it writes.
         begun: what each worker begins with; nothing: with its seed.
     """
 

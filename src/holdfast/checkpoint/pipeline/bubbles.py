@@ -8,7 +8,6 @@ actions it knows what each costs, so that the event model (`core.pipeline.event_
 
 It never reorders or delays the schedule's own work: its calls in the trainer's thread only read clocks and set values.
 Correctness never depends on a prediction; the fence before the optimizer's step stands whatever was believed.
-Called by `checkpoint.checkpointer.checkpointer`.
 """
 
 from __future__ import annotations
@@ -263,7 +262,6 @@ class Bubbles:
 
     @property
     def has_waits(self) -> bool:
-        """Return whether a step has waits at all, as far as is known."""
         return self._waits.known
 
     def begin(self) -> None:
@@ -283,7 +281,6 @@ class Bubbles:
         return len(batch_seconds) - placement.left
 
     def turn(self, seconds: float) -> bool:
-        """Blocks until a batch may be copied; True if that is inside a wait."""
         return self._gate.turn(seconds)
 
     def hurry(self) -> None:
@@ -312,7 +309,6 @@ class Bubbles:
 
     @property
     def patience_s(self) -> float:
-        """Return how long nobody coming by with a turn means that nobody will."""
         return self._gate.patience_s
 
     @property

@@ -7,7 +7,7 @@ the gate away: from then on every turn is given, for the step is waiting for the
 
 The same waits are shown to the keeper on a page, for what it hashes and sends to other nodes (`keeper.slots.idle_windows`).
 
-Nothing here can block training: the trainer's calls only set values. Called by `checkpoint.pipeline.bubbles` and `checkpoint.capture.optimizer_fence`.
+Nothing here can block training: the trainer's calls only set values.
 """
 
 from __future__ import annotations

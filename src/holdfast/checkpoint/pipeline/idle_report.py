@@ -2,7 +2,7 @@
 there.
 
 One line in the log once enough steps were measured, and the same for `holdfast status`, kept fresh. Told when the copies of
-a version were placed into the waits, in the copying thread, so that the trainer's never does. Called by `checkpoint.pipeline.bubbles`.
+a version were placed into the waits, in the copying thread, so that the trainer's never does.
 """
 
 from __future__ import annotations

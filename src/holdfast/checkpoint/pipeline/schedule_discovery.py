@@ -2,7 +2,7 @@
 
 Looked for once, at restore, among the objects of this process, and only where PyTorch's schedules are imported; nothing
 is patched to see them. Where there are several (one for training, one for evaluation), nobody can tell which one the
-steps are made with: then `Checkpointer(schedule=...)` has to say it. Called by `checkpoint.checkpointer.checkpointer`.
+steps are made with: then `Checkpointer(schedule=...)` has to say it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Before its first step a stage of `torch.distributed.pipelining` runs its module 
 writes buffers (running means) and draws random numbers: in torch 2.10 from all generators, later from Python's and NumPy's
 alone. In an undisturbed run it happens once, and every version has what it left. So in a process that restored one it is put
 back, or the job would not go on bit for bit. A run that begins is left as torch makes it.
-Called by `checkpoint.pipeline.schedule_discovery`.
 """
 
 from __future__ import annotations

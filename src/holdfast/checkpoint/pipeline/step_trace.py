@@ -1,7 +1,7 @@
 """Writes what one rank did, step by step, into the timeline of `base.trace`; only if a directory for it is set.
 
 Spans that are events of holdfast (saves, fences, restores) come by themselves; steps and what a pipeline saw of itself
-are added here, at the end of a step. Called by `checkpoint.checkpointer.checkpointer`.
+are added here, at the end of a step.
 """
 
 from __future__ import annotations

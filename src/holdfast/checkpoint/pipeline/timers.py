@@ -2,7 +2,7 @@
 
 An accelerator runs behind the program that feeds it, and its waits never block the host. So moments there are events, recorded
 where the program is and read once the device has passed them; nobody ever waits for one. Until then what depends on
-them is kept in order. Seconds on the axis of `time.perf_counter`. Called by `checkpoint.pipeline.bubbles`.
+them is kept in order. Seconds on the axis of `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class DeviceClock:
     """Moments of one device, in the order of its current stream.
 
     Args:
-        device: an accelerator.
         event: makes one that is recorded in the current stream now; for tests.
     """
 

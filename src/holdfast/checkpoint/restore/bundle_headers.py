@@ -3,7 +3,7 @@ rank.
 
 Each head is read by one rank: of a node that holds the bundle, or, if only storage has it, by whoever's turn it is. The
 chunks in which a head lies are proved before a word of it is believed; those that came from storage need not be read
-again for the tensors in them. Called by `checkpoint.restore.reshard`.
+again for the tensors in them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class BundleHeaders:
     """The heads of one version, for one attempt.
 
     Args:
-        group: all ranks.
         fetcher: brings chunks to this node.
         facts: what every rank knows of the job and of bad copies.
         choice: the version, and where its bundles are.

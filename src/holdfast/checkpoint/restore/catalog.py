@@ -10,7 +10,7 @@ another layout the ranks are others, so for every path `x` a rank is offered, in
 What ranks had of their own that are no more is compared with what others keep, so that nothing trained goes without a word.
 Random numbers belong to one rank and are offered to no other. A tensor that was kept under one name and had another as well
 (tied weights) is offered under both, with its optimizer state. Pieces that overlap are alternatives; those on this node
-come first. Pure with regard to training; called by `checkpoint.restore.reshard`.
+come first. Pure with regard to training.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ class Catalogue:
     """A version's content.
 
     Args:
-        heads: of all bundles.
         world_size: number of ranks that saved it.
         random: names of objects whose state is random numbers.
     """

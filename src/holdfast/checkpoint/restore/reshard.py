@@ -10,8 +10,7 @@ In rounds that all ranks make together, each with a vote, so that a bad copy is 
 5. *fill*: proved and copied, as in the saved layout; what several ranks had of their own under one name, what was two
    tensors and is tied here, and what ranks had that are no more, is compared.
 
-Nothing is applied here, and a round that fails leaves only tensors that the next attempt fills anew. Called by
-`checkpoint.restore.restorer`.
+Nothing is applied here, and a round that fails leaves only tensors that the next attempt fills anew.
 """
 
 from __future__ import annotations

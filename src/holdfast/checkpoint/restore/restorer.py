@@ -9,7 +9,7 @@ Every step can be interrupted: nothing is recorded before the end.
 A fresh start is only: no manifest, no inventory. Versions that exist and cannot be used are an error, never a silent
 start from nothing. Those that were in memory alone and went with their node are gone: then the job begins anew, aloud
 (`core.recovery.begin_anew`). Nor does anything begin with objects of which an attempt has filled a part: a version may vanish while
-it is read. Called by `checkpoint.checkpointer.checkpointer`.
+it is read.
 """
 
 from __future__ import annotations
@@ -130,7 +130,6 @@ class _Fitting:
     """Holds what one attempt brought, before anything of it is loaded.
 
     Attributes:
-        sources: the images.
         nodes: where each bundle came from.
         loading: which entry goes where; None if a copy was bad.
     """

@@ -5,7 +5,7 @@ from storage straight into tensors (`tiers.storage.unread_chunks`). So no page o
 than the memory that is left can be restored. Without a keeper chunks of a bundle are read into a file without a name and
 mapped, and nothing is handed on between ranks: twins each read what they need. With a keeper the ranks of its node
 read what they all want between them (`tiers.storage.shared_reads`). Which files there are was told with the
-choice. Called by `checkpoint.restore.restorer` and `checkpoint.restore.fetcher`.
+choice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class StorageSource:
     """Reads bundles of storage; the only source of a rank that has no keeper.
 
     Args:
-        storage: where they are.
         shared: other ranks of this node that read the same whole bundles; None: there are none.
     """
 

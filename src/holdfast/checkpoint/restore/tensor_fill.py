@@ -13,11 +13,12 @@ In the layout that was saved every entry goes whole to its tensor; in another a 
 image only those chunks need be here that hold such a box. Tensors are filled in place, on whatever device they are. Host
 memory takes bytes as they are, without a call into torch per piece; both hashing and copying release the interpreter's
 lock. What goes to a device is hashed and queued from a slot that the driver knows, or from a buffer that it is copied into first
-(`checkpoint.device.chunk_staging`). Called by `checkpoint.restore.restorer`.
+(`checkpoint.device.chunk_staging`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,7 +96,6 @@ class _Chunk:
 
     @property
     def address(self) -> int:
-        """Return where its bytes are."""
         return self.bytes.data_ptr()
 
     @property
@@ -200,11 +200,8 @@ class _Work:
 
     def run(self) -> None:
         """Copies, hashes, compares, until the end of the queue; then what devices were sent is there."""
-        staging = Staging(self._starts, CHUNK_BYTES)
-        try:
+        with contextlib.closing(Staging(self._starts, CHUNK_BYTES)) as staging:
             self._run(staging)
-        finally:
-            staging.close()
 
     def _run(self, staging: Staging) -> None:
         while (chunk := self.todo.get()) is not None:

@@ -9,7 +9,7 @@ out until the next pause, and nothing is held against it. What cannot be reached
 - what only the memory of a keeper that does not answer can have is waited for a short while, and then given up, aloud:
   the levels in memory do not outlive the loss of their nodes, and a keeper that stays silent is as good as lost.
 
-Called by `checkpoint.restore.restorer`. Every call but `look_again` is collective.
+Every call but `look_again` is collective.
 """
 
 from __future__ import annotations

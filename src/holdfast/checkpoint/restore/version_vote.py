@@ -2,7 +2,7 @@
 
 The keepers tell what they hold, storage tells what is committed; core.recovery decides. A manifest that is damaged
 does not hide the other versions: it is one reason among those that are reported. One that cannot be read for now may
-be good: its version is waited for. Called by `checkpoint.restore.restorer`.
+be good: its version is waited for.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ places.
 A save that was asked for at the durable level ends in one of four ways, and is told of once: the version is durable
 (and, if it was wanted elsewhere too, stands there), it is durable but not at all places, it was given up, or its deadline
 passed. One thread looks; the callback runs in it, so it may take its time, and what it raises is logged. What is copied
-(`checkpoint.save.extra_places`) is held in storage from here, from the call on and until all places are done. Called by
-`checkpoint.checkpointer.checkpointer`.
+(`checkpoint.save.extra_places`) is held in storage from here, from the call on and until all places are done.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Rank 0 of a job has this. While a copy waits for its turn or runs, the version is held at its own place (`tiers.storage.version_marks`): the
 caller sees to that with `hold` and `release`, because it knows when all places are done. A place that is slower than the
 saves for it gets the newest: at most MAX_WAITING versions wait for it, since what waits takes space at its own place.
-
-Called by `checkpoint.save.durable_tracker`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What an optimizer owns stays as it is until its next step, and whoever comes back asks whether it did. All else goes on: random numbers,
 positions in the data, running means of a last evaluation. Of that, small tensors are set aside; the larger ones are looked at, and a
-version of which one was written is not come back to. So no version has tensors of two moments. Used by `checkpoint.save.memory_saver`.
+version of which one was written is not come back to. So no version has tensors of two moments.
 """
 
 from __future__ import annotations

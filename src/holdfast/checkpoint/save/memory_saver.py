@@ -8,7 +8,7 @@ a way out; of a save within a step nothing is copied late.
 Once what must be copied now is small, it is set aside and the call ends there: planning, the question for a slot (a
 round trip to another process) and all copies are the copying thread's, behind the next forward and backward.
 
-Owns the fence, the side streams and the views of slots. Called by `checkpoint.checkpointer.checkpointer` in the trainer's thread.
+Owns the fence, the side streams and the views of slots. Called in the trainer's thread.
 """
 
 from __future__ import annotations
@@ -123,9 +123,6 @@ class Contents(Protocol):
 class Saver:
     """Saves to memory on one rank.
 
-    Args:
-        topology: who runs where.
-
     Attributes:
         begun: the newest save that came here.
         left_out: saves that found no slot in time.
@@ -177,7 +174,6 @@ class Saver:
 
     @property
     def memory(self) -> Saver:
-        """This saver, which saves to memory."""
         return self
 
     def reserve(self) -> None:

@@ -4,7 +4,7 @@ A few reviews in a run (`core.pipeline.bubble_placement.review_due`) look at wha
 what is left to copy where no wait hides it. All ranks exchange that and decide alike, so that they save the same steps;
 this is the only collective between restore and close, at steps that every rank counts alike.
 
-Called by `checkpoint.save.save_schedule` once per step, in the trainer's thread.
+Called once per step, in the trainer's thread.
 """
 
 from __future__ import annotations

@@ -53,7 +53,6 @@ class SaveCompletion:
     """Holds what is left to do for one version.
 
     Attributes:
-        view: the slot.
         check: what late parts in host memory were at the call; None if nothing was copied late.
         on_devices: the same of those on devices, which a step need not wait for.
         spots: of what ranks of this node share, for the keeper to compare.

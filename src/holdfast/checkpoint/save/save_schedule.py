@@ -7,7 +7,7 @@ due for storage needs no agreement: one rank that says so is enough.
 
 An appointment may arrive when this rank is past its step. That is reported at once, from the thread that heard it and
 not at the next step, because ranks that keep the appointment of a stop wait there and may keep us from ever finishing
-our next step. Called by `checkpoint.checkpointer.checkpointer` once per step; `take` by the keeper's reader thread.
+our next step. Called once per step; `take` by the keeper's reader thread.
 """
 
 from __future__ import annotations

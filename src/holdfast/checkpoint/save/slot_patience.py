@@ -3,7 +3,7 @@
 A save that is due by the cadence may hold a step up: at most `begin_timeout_s`, and all of them together a share of the
 time that passes. What is saved up of that share is the credit of the next one. Where storage writes for minutes, or a replica is
 on its way, the first saves use it up; those that follow are left out at once, and the job runs on at its own speed.
-Pure but for the clock. Used by `checkpoint.save.memory_saver`.
+Pure but for the clock.
 """
 
 from __future__ import annotations

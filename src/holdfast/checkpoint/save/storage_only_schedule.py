@@ -1,8 +1,8 @@
 """The schedule of a job without a level in memory: what `checkpoint.save.save_schedule` is where keepers appoint steps.
 
 Only what is due for storage is saved. Cadences in steps need no talk; for one in seconds, and for a stop, the ranks meet
-in a collective at steps that they all know (`core.scheduling.storage_only_steps`). Called by `checkpoint.checkpointer.checkpointer` once per step, with the
-same steps on every rank.
+in a collective at steps that they all know (`core.scheduling.storage_only_steps`). Called once per step, with the same
+steps on every rank.
 """
 
 from __future__ import annotations

@@ -94,9 +94,6 @@ class OwnPlace:
 
     Such a loader goes on at its place by beginning the epoch again. Without workers its generators are then where the epoch began, and
     the next epoch would have another order. So they are put back behind the first iterator.
-
-    Args:
-        loader: the loader.
     """
 
     # Whether an iterator has begun since the restart that goes on at no place: this loader does not say.
@@ -454,11 +451,7 @@ class LoaderPlace:
 
 
 class _Counted:
-    """An iterator whose batches are counted.
-
-    Args:
-        place: who counts.
-    """
+    """An iterator whose batches are counted."""
 
     def __init__(self, place: LoaderPlace) -> None:
         self._place = place
@@ -617,7 +610,6 @@ class _Watched:
     """An iterator that tells once if any but its first item is made with random numbers of the process.
 
     Args:
-        items: what is looked at.
         tell: called once.
     """
 

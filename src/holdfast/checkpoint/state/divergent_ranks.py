@@ -3,7 +3,7 @@
 DDP keeps parameters equal by giving every rank the same gradients, and a save counts on it: of equal ranks one writes for
 all. A communication hook that reduces within a part of the ranks, or averaging of parameters every few steps, makes them
 differ between two averagings. That is seen by the classes of torch that do it; a hook of somebody's own cannot be told by
-looking. Used by `checkpoint.state.model_part` and `checkpoint.state.optimizer`; nothing of torch is imported for it.
+looking. Nothing of torch is imported for it.
 """
 
 from __future__ import annotations

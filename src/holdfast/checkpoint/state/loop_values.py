@@ -78,11 +78,8 @@ class CarriedPart(NotedPart):
             flatten(self._value, self.name, self._note)
 
     def require(self, step: int, start: int) -> None:
-        """A save of `step` begins.
-
-        Args:
-            step: its number.
-            start: the first one behind the restore. The values of the step before are those that were restored.
+        """A save of `step` begins. `start` is the first one behind the restore: the values of the step before are those
+        that were restored.
 
         Raises:
             UsageError: the values after that step were not told.

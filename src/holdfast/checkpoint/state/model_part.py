@@ -108,7 +108,6 @@ class ModelPart:
                     self._tied[name] = ref, mesh_ranks(value) if isinstance(value, DTensor) else group
 
     def unchanged(self) -> bool:
-        """Return whether the module tree holds the same modules, parameters and buffers."""
         return self._watch.unchanged()
 
     def in_no_version(self) -> Iterator[tuple[str, object]]:

@@ -2,7 +2,7 @@
 
 Some classes are an `Optimizer` by name alone: they hold another one, pass every call on to it and never call
 `Optimizer.__init__`, so they have no hooks. Others are whole and hold a second one for their parameters (SAM). What is
-found here is by attribute and by identity of parameters; nothing of the objects is called. Used by `checkpoint.state.optimizer`.
+found here is by attribute and by identity of parameters; nothing of the objects is called.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ value, with references where it holds tensors of `.state`; at a restore it goes 
 included, and what is handed out afterwards is compared with what was saved.
 
 `load_state_dict` casts state to the dtype of its parameter and replaces the parameter groups. Where nothing but that
-happened to a value, the saved one is put in its place, bit for bit. Used by `checkpoint.state.optimizer`.
+happened to a value, the saved one is put in its place, bit for bit.
 """
 
 from __future__ import annotations

@@ -68,7 +68,6 @@ class StatefulPart(TransientPart):
 
     Args:
         name: what its entries begin with.
-        stateful: the object.
     """
 
     def __init__(self, name: str, stateful: Stateful) -> None:

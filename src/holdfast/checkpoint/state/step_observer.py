@@ -10,7 +10,7 @@ either: `checkpoint.capture.late_copy_check` finds that afterwards. `GradScaler.
 gradients overflowed, and torch has no hook for that: its method is wrapped, and that of each class that derives from it.
 
 An exception of ours never leaves the user's `step()`; one that a signal's handler raises while we wait does. In a
-forked child nothing is done: the state that the hooks guard is its parent's. Used by `checkpoint.capture.optimizer_fence` and `checkpoint.survivors.update_window`.
+forked child nothing is done: the state that the hooks guard is its parent's.
 """
 
 from __future__ import annotations

@@ -74,7 +74,6 @@ class State:
     Args:
         objects: name -> module, optimizer, object with `state_dict` and `load_state_dict`, generator of random
             numbers (torch's, NumPy's, Python's), `DataLoader`, dict of tensors; a list, tuple or dict of such objects gives `name.0`, `name.key`. None is left out.
-        rank: this rank.
         world_size: number of ranks of the job.
         replicated: glob patterns of names (`model.pos_table`, `scheduler`, `ema.*`) that all ranks hold alike although
             nothing shows it.

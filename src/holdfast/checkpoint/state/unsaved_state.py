@@ -3,7 +3,7 @@
 An attribute of an optimizer that its `state_dict()` does not name, a buffer with `persistent=False`, the state of DDP's
 communication hook: `torch.save` loses these too. They are compared at the first saves, by value: what changed twice is
 told once, by name. Numbers and tensors in host memory are compared; a tensor by some of its elements, so what is told is
-certain, and what is not told need not be absent. Used by `checkpoint.state.training_state`.
+certain, and what is not told need not be absent.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     all          vote once more; only then values (learning rates, random numbers, places in the data) are taken over
 
 Nothing is recorded here, and whatever fails before the last vote leaves the usual way open: it fills every tensor
-anew. Called by `checkpoint.restore.restorer`. A broken group raises out of here, as out of any collective.
+anew. A broken group raises out of here, as out of any collective.
 """
 
 from __future__ import annotations

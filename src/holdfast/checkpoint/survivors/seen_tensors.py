@@ -1,8 +1,7 @@
 """Tells whether a fixed list of tensors was written since it was looked at.
 
 A look costs some ten microseconds for hundreds of tensors: torch's counts of writes, and spots (`checkpoint.capture.spot_check`). A
-write past torch's counts of a part of a tensor may be missed. Used by `checkpoint.survivors.unchanged_state` and
-`checkpoint.save.left_out_saves`.
+write past torch's counts of a part of a tensor may be missed.
 """
 
 from __future__ import annotations

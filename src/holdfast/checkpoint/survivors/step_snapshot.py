@@ -196,12 +196,8 @@ class SnapshotWriter:
         return not self.refused and self._spent_s + self._last_s <= allowed
 
     def write(self, version: Version, gathered: Gathered, *, passing: int = 0) -> bool:
-        """Notes the state; whether that was possible.
-
-        Args:
-            version: whose state it is.
-            gathered: all of it.
-            passing: bytes of it that live from this step to the next one alone, as added gradients do.
+        """Notes the state; whether that was possible. `passing`: bytes of it that live from this step to the next one
+        alone, as added gradients do.
         """
         started = time.perf_counter()
         if not self._page.is_ours():

@@ -10,7 +10,8 @@ On a device the host's order says little: the device may be steps behind, and wh
 behind collectives that were aborted. So every note records an event, and a state is live only if the device had passed it
 by then (`void`).
 
-Must never: call a state live of which a part may have moved. A write past torch's counts of part of a tensor may not be seen. Used by `checkpoint.checkpointer.checkpointer` and `checkpoint.survivors.peer_restore`.
+Must never: call a state live of which a part may have moved. A write past torch's counts of part of a tensor may not be
+seen.
 """
 
 from __future__ import annotations
@@ -82,12 +83,7 @@ def notes_of(job: str, rank: int, world_size: int) -> dict[Version, StepSnapshot
 
 
 class Survivor:
-    """Notes every step and knows at any moment whether the process still holds the state of the last one.
-
-    Args:
-        state: of the rank.
-        job: the job's id.
-    """
+    """Notes every step and knows at any moment whether the process still holds the state of the last one."""
 
     def __init__(self, state: State, *, job: str, rank: int, world_size: int) -> None:
         self._state = state

@@ -2,8 +2,6 @@
 
 A step may be noted long before anybody asks for its state: at a failure, or at the end of a script that loads other
 weights for a last evaluation. What a look sees: `checkpoint.survivors.seen_tensors`.
-
-Used by `checkpoint.survivors.survivor_state`.
 """
 
 from __future__ import annotations

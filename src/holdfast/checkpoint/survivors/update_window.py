@@ -2,7 +2,7 @@
 
 The window opens before the step of an optimizer and closes behind it. A process that is interrupted while it is open, or
 after it was open, does not hold the state of the step that it noted last. A failure inside `step()` leaves the window open
-for ever, which is right: the update may be half done. Used by `checkpoint.survivors.survivor_state`.
+for ever, which is right: the update may be half done.
 """
 
 from __future__ import annotations
@@ -14,37 +14,23 @@ import torch
 from holdfast.checkpoint.state.step_observer import Steps
 
 
-class Window:
+class Window(Steps):
     """The window of one set of optimizers, and of whoever else steps their parameters."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._ended = 0
+        self._num_ended = 0
         self._seen: set[int] = set()  # optimizers that made a step
-        self._steps = Steps(optimizers, after=self._end)
-
-    @property
-    def begun(self) -> int:
-        """Optimizer steps that have begun, ever."""
-        return self._steps.begun
-
-    @property
-    def captured(self) -> bool:
-        """Return whether a step was recorded into a graph: what that replays is not seen."""
-        return self._steps.captured
+        super().__init__(optimizers, after=self._made)
 
     @property
     def open(self) -> bool:
         """Return whether an update is under way, or was left in the middle."""
-        return self.begun != self._ended
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        self._steps.close()
+        return self.begun != self._num_ended
 
     def has_seen(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """Return whether each of them made a step that was seen."""
         return self._seen.issuperset(map(id, optimizers))
 
-    def _end(self, optimizer: torch.optim.Optimizer) -> None:
+    def _made(self, optimizer: torch.optim.Optimizer) -> None:
         self._seen.add(id(optimizer))
-        self._ended += 1
+        self._num_ended += 1

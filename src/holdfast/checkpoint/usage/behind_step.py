@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from holdfast.checkpoint.usage.in_place import is_writing
-from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, Scope, loaded, stored
+from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, Scope, last_name, loaded, stored
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 # Methods that change what has a state of its own.
@@ -34,13 +34,9 @@ def left_behind(loop: Loop, scope: Scope, functions: Functions) -> set[str]:
 
 
 def changed_late(loop: Loop, call: ast.Call, number: ast.expr | None, lives: set[str]) -> dict[str, tuple[int, bool]]:
-    """Returns path -> (line, whether it is passed to `step()`) of what a turn of the innermost loop changes behind `step()`.
-
-    Args:
-        loop: the loop.
-        call: the call of `step()`.
-        number: what it is told.
-        lives: names that live from one turn to the next.
+    """Returns path -> (line, whether it is passed to `step()`) of what a turn of the innermost loop changes behind
+    `step()`. `number` is what the call of `step()` is told; `lives` are the names that live from one turn to the
+    next.
     """
     behind = _behind(loop.body, call) or []
     if not isinstance(number, ast.Name) or not _is_of_this_turn(number.id, loop, behind):
@@ -66,11 +62,8 @@ def changed_late(loop: Loop, call: ast.Call, number: ast.expr | None, lives: set
 
 
 def placed_behind(loop: Loop, without: set[str]) -> dict[str, int]:
-    """Returns path -> line of each attribute that a turn sets behind an inner loop: a dataset may hand it out in the next turn.
-
-    Args:
-        loop: the loop.
-        without: paths that are told elsewhere, or passed to `step`.
+    """Returns path -> line of each attribute that a turn sets behind an inner loop: a dataset may hand it out in the
+    next turn. Left out are paths that are told elsewhere, or passed to `step`.
     """
     found: dict[str, int] = {}
     first = next((at for at, part in enumerate(loop.body) if isinstance(part, Loop)), len(loop.body))
@@ -137,8 +130,7 @@ def _freezes(node: ast.AST, functions: Functions, depth: int = 2) -> bool:
         return node.attr == "requires_grad_" or isinstance(node.ctx, ast.Store)
     if not isinstance(node, ast.Call) or not depth:
         return False
-    name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-    called = functions.by_name.get(name)
+    called = functions.by_name.get(last_name(node.func))
     return called is not None and any(_freezes(part, functions, depth - 1) for part in ast.walk(called))
 
 

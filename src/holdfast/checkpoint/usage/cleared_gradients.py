@@ -77,12 +77,8 @@ def read(
 def proven(
     events: Sequence[Event], resolve: Callable[[str], Any], parameters: Sequence[torch.Tensor]
 ) -> frozenset[int]:
-    """Returns the numbers of the parameters whose gradients are cleared before they are read.
-
-    Args:
-        events: of one turn.
-        resolve: returns what a path means; None if nobody knows.
-        parameters: that are stepped.
+    """Returns the numbers of the parameters whose gradients are cleared before they are read. `events` are those of one
+    turn; `resolve` returns what a path means, None if nobody knows.
     """
     everything = frozenset(map(id, parameters))
     cleared, _ = _walk(events, resolve, everything, frozenset(), frozenset())

@@ -13,7 +13,7 @@ import ast
 import re
 from collections.abc import Container, Sequence
 
-from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, stored
+from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, last_name, stored
 
 # Words of what draws a name for a run.
 _DRAWN = {"uuid1", "uuid4", "token_hex", "token_urlsafe", "mkdtemp", "TemporaryDirectory"}
@@ -75,11 +75,8 @@ def _given_to(call: ast.Call) -> list[ast.expr]:
 
 
 def clock_names(tree: ast.Module, *, meters: bool = False) -> frozenset[str]:
-    """Returns the names that may hold what a clock told.
-
-    Args:
-        tree: the text.
-        meters: whether an object counts too that is given a time: `seconds.update(time.time() - t0)`.
+    """Returns the names that may hold what a clock told. `meters`: an object counts too that is given a time,
+    `seconds.update(time.time() - t0)`.
     """
     functions: dict[str, list[Function]] = {}
     for node in ast.walk(tree):
@@ -156,8 +153,3 @@ def _asks(value: ast.AST, functions: dict[str, list[Function]], words: set[str])
     if isinstance(value, ast.Call) and last_name(value.func) in functions:
         return last_name(value.func) in words
     return last_name(value) in words or any(_asks(part, functions, words) for part in ast.iter_child_nodes(value))
-
-
-def last_name(node: ast.AST) -> str:
-    """Returns the last name of `a.b`."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

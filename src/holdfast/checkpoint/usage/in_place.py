@@ -12,7 +12,7 @@ import ast
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, loaded, stored
+from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, last_name, loaded, stored
 
 # Methods that change what they are called of; those of tensors end with an underscore.
 CHANGES = {
@@ -181,14 +181,10 @@ def _changes_here(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, int]]:
                 path = _root(node.value)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_writing(node.func.attr):
                 path = _root(node.func.value)
-            elif isinstance(node, ast.Call) and node.args and _last_word(node.func) in _CHANGING:
+            elif isinstance(node, ast.Call) and node.args and last_name(node.func) in _CHANGING:
                 path = _root(node.args[0])
             if path:
                 yield path, getattr(node, "lineno", 0)
-
-
-def _last_word(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def is_writing(method: str) -> bool:
@@ -225,7 +221,7 @@ def _of_calls(
 
 def _called(call: ast.Call, functions: Mapping[str, ast.AST]) -> tuple[Function | None, dict[str, str]]:
     """Returns the function of a call, and what its parameters are called here; empty for what has no name here."""
-    function = functions.get(call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", ""))
+    function = functions.get(last_name(call.func))
     called = ast.unparse(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ""
     instance = functions.get(f"{called}()") if function is None else None
     function = function or instance
@@ -288,7 +284,6 @@ def _known(tree: ast.AST) -> set[str]:
     while len(found) != before:
         before = len(found)
         for names, value in values:
-            words = {n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in ast.walk(value)}
-            if {word.rpartition(".")[2] for word in words} & found:
+            if {last_name(node).rpartition(".")[2] for node in ast.walk(value)} & found:
                 found |= {name.rpartition(".")[2] for name in names}
     return found

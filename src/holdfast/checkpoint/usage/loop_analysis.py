@@ -16,7 +16,17 @@ from typing import TypeAlias
 
 from holdfast.checkpoint.usage.behind_step import changed_late, frozen_once, is_by_number, left_behind, placed_behind
 from holdfast.checkpoint.usage.in_place import changed_in_place
-from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
+from holdfast.checkpoint.usage.name_flow import (
+    CLOCKS,
+    Function,
+    Functions,
+    Reader,
+    Scope,
+    last_name,
+    loaded,
+    own,
+    stored,
+)
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 # The method that tells a finished step, and what the number of the first one is asked for with.
@@ -154,8 +164,7 @@ def from_outside(source: str, line: int, inner_source: str, inner_line: int) -> 
     if call is None or found is None or not isinstance(call.func, ast.Attribute):
         return None
     parts = [part for value in (*call.args, *(word.value for word in call.keywords)) for part in ast.walk(value)]
-    passed = {word.arg for word in call.keywords}
-    passed |= {part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", None) for part in parts}
+    passed = {*(word.arg for word in call.keywords), *map(last_name, parts)}
     return replace(
         found,
         caller=ast.unparse(call.func.value),
@@ -189,7 +198,7 @@ def _handed(loops: Sequence[Loop], function: str, least: int) -> dict[int, tuple
         for loop in loops
         if isinstance(loop, ast.For)
         for node in ast.walk(loop.iter)
-        if isinstance(node, ast.Call) and _called(node) == function and len(node.args) >= least
+        if isinstance(node, ast.Call) and last_name(node.func) == function and len(node.args) >= least
     }
 
 
@@ -341,8 +350,7 @@ def _clocks(scope: Scope) -> set[str]:
     while len(found) != before:
         before = len(found)
         for names, value in values:
-            words = {n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in ast.walk(value)}
-            if words & (CLOCKS | found):
+            if not (CLOCKS | found).isdisjoint(map(last_name, ast.walk(value))):
                 found |= names
     return found
 
@@ -393,7 +401,7 @@ def _deciding_counts(
     One that only decides about what is shown is none, nor is one that begins with a number of the script's.
     """
     head = loop.iter if isinstance(loop, ast.For) else None
-    if not isinstance(loop, ast.For) or not isinstance(head, ast.Call) or _called(head) != "enumerate":
+    if not isinstance(loop, ast.For) or not isinstance(head, ast.Call) or last_name(head.func) != "enumerate":
         return
     names = loop.target.elts if isinstance(loop.target, ast.Tuple) else ()
     begins = [*head.args[1:], *(word.value for word in head.keywords)]
@@ -422,7 +430,7 @@ def _decides(nodes: Iterable[ast.AST], report: ast.Call | None, line: int, *, le
     A report is none, nor is what is only defined there, and a `break` of an inner loop ends that one.
     """
     return any(
-        (isinstance(node, ast.Call) and node is not report and _called(node) in _DECIDED)
+        (isinstance(node, ast.Call) and node is not report and last_name(node.func) in _DECIDED)
         or (leaves and isinstance(node, ast.Break))
         or (leaves and isinstance(node, ast.Continue) and node.lineno < line)
         or _decides(ast.iter_child_nodes(node), report, line, leaves=leaves and not isinstance(node, Loop))
@@ -469,9 +477,5 @@ def _read_at_ends(
         yield from ((name, (inner.lineno, tuple(sorted(loaded([inner.iter]))))) for name in sorted(lost))
 
 
-def _called(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
 def _calls(node: ast.AST) -> set[str]:
-    return {_called(part) for part in ast.walk(node) if isinstance(part, ast.Call)}
+    return {last_name(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)}

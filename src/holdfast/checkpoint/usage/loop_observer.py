@@ -47,7 +47,6 @@ class Loops:
 
     Attributes:
         around: what their text says.
-        code: of the function.
         before: name -> token, of what the look before has found.
         lives: names that were told to be carried.
     """

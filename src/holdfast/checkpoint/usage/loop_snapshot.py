@@ -419,11 +419,8 @@ def _is_data(value: object) -> bool:
 
 
 def look_early(frame: FrameType | None, objects: Mapping[str, Any]) -> Early:
-    """Returns what there is as `restore()` is called.
-
-    Args:
-        frame: the one that called it.
-        objects: what was given to the Checkpointer; torchdata's loaders keep the iterator that they made last.
+    """Returns what there is as `restore()` is called. torchdata's loaders, among the objects that the Checkpointer was
+    given, keep the iterator that they made last.
     """
     user = user_frames.users(frame)
     names = user_frames.names(user) if user is not None else {}

@@ -22,6 +22,11 @@ _OWN_LOOP = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSION = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
+def last_name(node: ast.AST) -> str:
+    """Returns the last name of `a.b`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def stored(nodes: Sequence[ast.AST]) -> set[str]:
     """Returns the names that are set, or deleted, in the scope of the nodes."""
     return {name for node in nodes for name, sets in _names(node) if sets}
@@ -292,7 +297,4 @@ class Reader:
 
 
 def _suppresses(statement: ast.With | ast.AsyncWith) -> bool:
-    words = {
-        n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for i in statement.items for n in ast.walk(i)
-    }
-    return bool(words & {"suppress", "raises"})
+    return any(last_name(node) in ("suppress", "raises") for item in statement.items for node in ast.walk(item))

@@ -1,4 +1,4 @@
-"""The last part of a plan: how often to save, from what a save, a failure and a recovery cost. Called by `plan`."""
+"""The last part of a plan: how often to save, from what a save, a failure and a recovery cost."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@
     dtype = "F32"
     place = { dp = "shard(0)" }             # ZeRO-1: placed as its tensor, but for this
 
-Unknown keys, axes and placements are errors that name their place. Called by `plan`.
+Unknown keys, axes and placements are errors that name their place.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The picture has one line per rank, time to the right. Where every action is as w
 that micro-batch (its last digit), a letter a backward (a is micro-batch 0, capital letters are weight gradients alone).
 Where actions are narrower, a column tells what fills it: its shade says what the rank computes, and marks say how much
 of the column it waits. In both a dot is idle time, `#` idle time in which a checkpoint is copied, `~` the reduction of
-gradients and `=` the optimizer. Called by `cli.planning.pipeline_plan` and by the stories of tests/core/scenarios.
+gradients and `=` the optimizer.
 """
 
 from __future__ import annotations

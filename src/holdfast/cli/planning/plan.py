@@ -43,7 +43,6 @@ class Options:
 
     Attributes:
         file: a description, or a script if its name ends in `.py`.
-        arguments: of the script.
         nnodes: on which the script runs.
         job: where a running job saves to; without any source the only one that runs here.
     """

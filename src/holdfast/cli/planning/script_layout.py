@@ -1,4 +1,4 @@
-"""The layout of a script: what its rehearsal says each rank will hold (`checkpoint.dry_run`), read strictly. Called by `plan`."""
+"""The layout of a script: what its rehearsal says each rank will hold (`checkpoint.dry_run`), read strictly."""
 
 from __future__ import annotations
 

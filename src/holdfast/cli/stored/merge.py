@@ -5,7 +5,7 @@ same; where they differ every rank's stays under its own name, so nothing is los
 stand in several bundles are read once. The file is of the safetensors format; every chunk of the checkpoint is read
 once, proved, and put where it belongs, so the memory that is needed does not grow with the state.
 
-Called by `cli.stored.export`. No torch; numpy only while bytes are moved.
+No torch; numpy only while bytes are moved.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class Content:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return self.tensors[-1].end if self.tensors else 0
 
 

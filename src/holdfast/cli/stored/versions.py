@@ -6,6 +6,7 @@ that one bad version never hides the good ones. Nothing is loaded into tensors.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -299,8 +300,7 @@ def _problems(storage: Storage, manifest: Manifest) -> Iterator[HoldfastError]:
         VersionNotFound: it was retired meanwhile.
     """
     version = manifest.version
-    progress = console.Progress(f"verifying {version}", math.ceil(manifest.num_bytes))
-    try:
+    with contextlib.closing(console.Progress(f"verifying {version}", math.ceil(manifest.num_bytes))) as progress:
         for file in manifest.bundles:
             try:
                 storage.bundles.verify(version, file, progress.add)
@@ -308,8 +308,6 @@ def _problems(storage: Storage, manifest: Manifest) -> Iterator[HoldfastError]:
                     storage.bundles.image(version, file)  # whoever wrote it may have sealed nonsense
             except (CorruptError, StorageError) as error:
                 yield error
-    finally:
-        progress.close()
 
 
 def _print_verdict(result: Verdict) -> None:

@@ -9,7 +9,7 @@ while; the same rank failing three times at the same step, however long it runs 
 bug: once with the version before the newest (`older`), then the job stops. The number of mended failures is bounded by
 `max_restarts` as torchrun bounds restarts of the whole group.
 
-Facts in, decision out: no clock. Called by the agent, the simulator and the scenario tests.
+Facts in, decision out: no clock.
 """
 
 from __future__ import annotations

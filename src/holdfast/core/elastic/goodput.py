@@ -1,4 +1,4 @@
-"""Sums up where every second of a run went, from the journal of its launcher. Pure; called by `holdfast report`.
+"""Sums up where every second of a run went, from the journal of its launcher. Pure.
 
 A journal is a sequence of samples (when, newest step, seconds that the ranks had spent in each phase) and incidents. What
 lies between two samples is dealt out as the phases grew in it; what no phase accounts for is start-up before the first
@@ -106,7 +106,7 @@ def goodput(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
     covered = _cover(incidents, min(times), sums)
     before: Mapping[str, Any] = {"t": min(times), "spent": {}, "step": 0}
     lives = _Lives()
-    end = {**(_last_sample(lines) or before), "t": max(times)}
+    end = {**next((line for line in reversed(lines) if line.get("event") == "progress"), before), "t": max(times)}
     for sample in [*(line for line in lines if line.get("event") in ("progress", "restored")), end]:
         step = int(sample.get("step", 0))
         if sample.get("event") == "restored":
@@ -173,7 +173,3 @@ def _deal(
         name = NAMES.get(phase, "idle")
         sums.add("recomputed" if repeated and name in REPEATED else name, value * scale)
     sums.add("idle" if started else "start-up", left - total * scale)
-
-
-def _last_sample(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    return next((line for line in reversed(lines) if line.get("event") == "progress"), None)

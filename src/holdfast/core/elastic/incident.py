@@ -1,7 +1,7 @@
 """Tells what happened at one failure, as a record, and as a box that a person reads in the launcher's output. Pure.
 
 Whoever brought the job back fills the record from a plain mapping (`from_facts`), so that it can lie in a journal as one
-line of JSON. Called by elastic.watchdog.run_journal, read again by `holdfast report`.
+line of JSON.
 """
 
 from __future__ import annotations

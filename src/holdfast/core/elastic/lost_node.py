@@ -8,7 +8,7 @@ A `Sign` at one of its peers is the first kind. The second is one of these:
   power leaves behind, and a slow one may look the same, so it takes seconds. Where ranks have finished and wait for
   others nothing is broken, and it takes minutes.
 
-Pure. Called by elastic.launch.agent.
+Pure.
 """
 
 from __future__ import annotations

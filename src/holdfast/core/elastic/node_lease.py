@@ -5,8 +5,7 @@ second one with that name is let in when the first has left, or is proven gone (
 was not heard of for the guard time. The first one, should it wake up then, finds the claim of another: it was
 replaced, and may neither join nor have its workers go on.
 
-Pure: nobody's clock is compared, only how long a claim stood still while the second one looked. Called by
-`elastic.launch.rendezvous.node_lease`.
+Pure: nobody's clock is compared, only how long a claim stood still while the second one looked.
 """
 
 from __future__ import annotations

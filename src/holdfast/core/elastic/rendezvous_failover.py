@@ -5,7 +5,7 @@ Every launcher keeps a store of its own ready, and says in it which store it use
 store asks the endpoint of the job and all members it knows of. A store that is in use draws everybody; if none is, the
 lowest live member opens its own, and the others wait for that, with a bound: it may live and be stuck.
 
-Pure: the answers are arguments. Called by `elastic.launch.rendezvous.store_failover`; the rules of the host's own look around are here too.
+Pure: the answers are arguments. The rules of the host's own look around are here too.
 """
 
 from __future__ import annotations

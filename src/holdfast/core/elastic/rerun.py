@@ -5,7 +5,7 @@ a library that was set up for another group, a second model in memory. What was 
 what follows from it. A process that is not clean is replaced by a fork, which is no failure. What holds for one rank's
 process will hold for others of the same job, so from the first such finding on the whole job replaces.
 
-No clock: times are arguments, in seconds. Called by the worker's runner and by the agent.
+No clock: times are arguments, in seconds.
 """
 
 from __future__ import annotations

@@ -74,11 +74,8 @@ def still_digests(shards: Iterable[Shard]) -> dict[str, str]:
 
 
 def contested(shards: Iterable[Shard], told: Sequence[Mapping[str, str]]) -> list[str]:
-    """Names of those of a rank's still tensors of whose kind not all ranks that hold them say the same.
-
-    Args:
-        shards: the same as for `still_digests`.
-        told: what that returned, of every rank.
+    """Names of those of a rank's still tensors of whose kind not all ranks that hold them say the same. `told` is what
+    `still_digests` returned for the same shards, of every rank.
     """
     found = []
     for (ranks, kind), names in _apart(shards).items():

@@ -4,7 +4,7 @@ The same rules as `core.layout.bundles` and `core.versions.coordinator_board` ap
 those of tensors; image headers and values come on top. *Alone* is what lives in one node only: its twins cannot save
 it, the replica on the next node does, and where there is no other node nothing does.
 
-Called by `cli.planning.plan`, and wherever a job is judged before or while it runs. Pure; 16,384 ranks in under a second.
+Pure; 16,384 ranks in under a second.
 """
 
 from __future__ import annotations
@@ -146,11 +146,8 @@ class JobPlan:
         return [tuple(nodes) for nodes in found.values()]
 
     def lost(self, nodes: Collection[int], *, replicas: bool = True) -> tuple[Loss, ...]:
-        """Return what is in no memory any more when all these nodes are gone at once; by name.
-
-        Args:
-            nodes: the dead ones.
-            replicas: whether the version was replicated before they died.
+        """Return what is in no memory any more when all these nodes are gone at once; by name. `replicas`: the version
+        was replicated before they died.
         """
         gone = set(nodes)
         found: Counter[int] = Counter()

@@ -102,7 +102,6 @@ class JobLayout:
     """Knows who holds what, of every tensor of a job.
 
     Args:
-        world_size: number of ranks.
         meshes: how they are arranged.
         tensors: the whole state; names are unique.
 

@@ -6,7 +6,7 @@ left; within a group the largest slice goes first, to those of its ranks that ha
 without one lying in the other, they are dealt anew with all others in place until shares are equal. A slice is never
 cut, so shares are equal only where no slice is large beside a share.
 
-Pure; O(slices x copies x log ranks). Called by an adapter.
+Pure; O(slices x copies x log ranks).
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ MAX_ROUNDS = 4
 
 
 def share_table(slices: Iterable[Shard], copies: int) -> Mapping[Shard, tuple[int, ...]]:
-    """The ranks that save each slice, ascending: `copies` of its group, or all of a group that is smaller.
-
-    Args:
-        slices: all of a job, in any order; a slice that is there twice counts once.
-        copies: of every slice.
+    """The ranks that save each slice, ascending: `copies` of its group, or all of a group that is smaller. The slices
+    are all of a job, in any order; a slice that is there twice counts once.
 
     Raises:
         UsageError: less than one copy.

@@ -3,8 +3,6 @@
 A manifest tells groups and extents, not axes. Where along the ranks groups and offsets change tells where the axes lie;
 what an axis does to a tensor is tried and then proved: the layout that is returned has exactly the given parts, or there
 is none. So a plan for another number of ranks never rests on a guess. Axes that no tensor tells apart are one axis.
-
-Called by `cli.planning.plan`.
 """
 
 from __future__ import annotations

@@ -89,7 +89,6 @@ class PieceCopy:
 
     Attributes:
         member: whose it is, of `size`.
-        digest: `Piece.digest`.
         own, successor: seals of that member's images and of the next one's, without digests of chunks.
     """
 

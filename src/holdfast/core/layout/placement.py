@@ -5,7 +5,7 @@ it are empty and stand at the end of the dimension. Several axes may cut one dim
 a strided shard cuts what an inner axis will have cut (FSDP over tensor parallelism).
 
 Along an axis a part's size is constant but for a few places, the breaks. Whoever adds up sizes looks at one coordinate
-between two breaks instead of at all of them. Called by `core.layout.job_layout` and `core.layout.redundancy_groups`.
+between two breaks instead of at all of them.
 """
 
 from __future__ import annotations

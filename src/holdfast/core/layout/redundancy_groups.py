@@ -6,7 +6,7 @@ that consist of the same ranks are one group, as they are one bundle when they a
 change and summed along the axes afterwards. So work grows with the number of groups plus that of different tensors, never
 with their product.
 
-Called by `core.layout.cost_plan`. Equal to grouping every rank's shards by their ranks, which a property test holds.
+Equal to grouping every rank's shards by their ranks, which a property test holds.
 """
 
 from __future__ import annotations

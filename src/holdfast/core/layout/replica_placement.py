@@ -8,7 +8,7 @@ dealt: always a pair of the two places that are hardest to serve, as much as lea
 as many pairs as there are nodes, and ends equal wherever equal is possible; a node or rack that holds more than all
 others together is served by all the others. Explicit pairs are taken as they are and count as load.
 
-Pure. Called by the ledger of every node, the plan, the refill after a restore, and whoever persists a dead node's bundles.
+Pure.
 """
 
 from __future__ import annotations
@@ -222,7 +222,6 @@ def _room(free: Sequence[int], fixed: Sequence[int], color: Sequence[str | int])
 
 
 def _sums(values: Sequence[int], color: Sequence[str | int]) -> Mapping[str | int, int]:
-    """Sums by colour."""
     sums: dict[str | int, int] = defaultdict(int)
     for value, name in zip(values, color, strict=True):
         sums[name] += value

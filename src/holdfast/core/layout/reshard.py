@@ -6,8 +6,7 @@ place. A part is turned into the runs of checksum chunks in which its bytes lie:
 to chunks, because only whole chunks can be proved. Of the chunks that must come from storage each is read by one rank,
 among those of the nodes that need it, so that all nodes read about the same; the others get it from there.
 
-Nothing here knows a mesh: any placement, number of ranks or stage is a set of boxes. Called by `checkpoint.restore.reshard`, `checkpoint.restore.tensor_fill`
-and `cli.stored.merge`.
+Nothing here knows a mesh: any placement, number of ranks or stage is a set of boxes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The source of a version is still that version until the optimizer's next step, s
 Chunks are placed in order, first window first, and each window keeps a guard: a chunk that would end in it is not begun.
 What fits in no window is copied beside the work, at once, and counted; correctness never depends on the prediction.
 
-Pure. Called by `checkpoint.pipeline.bubbles` (windows learnt from the steps before), by `holdfast plan` (windows of the event model).
+Pure.
 """
 
 from __future__ import annotations

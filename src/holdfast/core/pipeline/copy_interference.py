@@ -5,7 +5,7 @@ A chunk that fits into no wait is copied while the stage computes, and both shar
 the cores as well. 0: the copy is free there; 1: it costs what it takes, as if the work had stopped for it. An action
 that a copy overlapped is compared with the median of the same action alone.
 
-Pure: all times are arguments, in seconds on one axis. Called by `checkpoint.pipeline.bubbles`; used for the cadence.
+Pure: all times are arguments, in seconds on one axis.
 """
 
 from __future__ import annotations

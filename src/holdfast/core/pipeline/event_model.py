@@ -8,8 +8,8 @@ to the start of the next, warm-up of the pipeline included.
 
 Pure. Times are seconds as floats, counted from the first action of the step that is looked at. With equal stages, no
 hops and no optimizer GPipe and 1F1B are idle (p - 1) / (m + p - 1) of a step on every rank (Huang et al. 2019, Narayanan
-et al. 2021), which the tests hold exactly, as they do with those of the other schedules. Called by `holdfast plan`; tests
-also hold it against pipelines that run.
+et al. 2021), which the tests hold exactly, as they do with those of the other schedules. Tests hold it against
+pipelines that run.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ it is a low quantile of the last few: a window that is believed too long delays 
 believed too short leaves some idle time unused. Drift shows after a few steps, without asking anybody; a wait that the
 last step did not have is no longer believed at all.
 
-Pure: all times are arguments, in seconds. Called by `checkpoint.pipeline.bubbles`, `checkpoint.pipeline.copy_gate` (copies) and `keeper.slots.idle_windows` (hashing, replicas).
+Pure: all times are arguments, in seconds.
 """
 
 from __future__ import annotations

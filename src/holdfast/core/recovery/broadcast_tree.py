@@ -4,7 +4,6 @@ job.
 Pure, and the same on every rank, because all are given the same bundles. Readers are balanced by bytes. From its reader a
 bundle goes down a tree of two branches, and a node passes on what it has proved while the rest still arrives: so storage
 is read once, no node sends more than twice what it takes, and the last of n nodes starts log2(n) chunks after the first.
-Called by `core.recovery.version_choice` for what no memory holds.
 """
 
 from __future__ import annotations

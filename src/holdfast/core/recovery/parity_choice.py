@@ -2,7 +2,7 @@
 
 One member of a group may lack what it had: its node is gone, or one of its copies proved bad. All others must have their
 piece of parity and every image that it was made of, with the digests that the pieces name: pieces that were made of other
-bytes do not fit together, and count as not there. Pure; called by `core.recovery.version_choice`.
+bytes do not fit together, and count as not there. Pure.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ by then.
 The facts are those of a restore, only earlier: what storage lists, and what the keepers of other nodes hold if their
 addresses are known. So is the choice (`core.recovery.version_choice`), and with it who reads what: each node reads its own part of
 storage, and storage is still read once. What the restore then finds in memory it takes from there; a restore that
-chooses another version finds nothing of it, and has lost nothing. Pure; called by `keeper.fetch.prefetch`.
+chooses another version finds nothing of it, and has lost nothing. Pure.
 """
 
 from __future__ import annotations

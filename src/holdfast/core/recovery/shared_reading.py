@@ -2,8 +2,7 @@
 
 A bundle that only ranks of one node want need not lie in that node's memory as well: each chunk is read from storage by one
 rank and by the others from the page cache of the machine. Every rank begins with chunks of its own, so that storage is
-read by all at once, and takes those of the others after them. Pure; called by `checkpoint.restore.restorer` and, for the
-order, by `tiers.storage.unread_chunks`.
+read by all at once, and takes those of the others after them. Pure.
 """
 
 from __future__ import annotations
@@ -43,12 +42,8 @@ class ReadingPlan:
 
 
 def plan_reading(rank: int, node_of: Sequence[int], num_chunks: Mapping[str, int]) -> ReadingPlan:
-    """Return who reads what; the same on every rank of a node but for its turn.
-
-    Args:
-        rank: whose.
-        node_of: the node of each rank.
-        num_chunks: by bundle id, of all bundles of the job.
+    """Return who reads what; the same on every rank of a node but for its turn. `num_chunks` has all bundles of the
+    job.
     """
     first, at = {}, 0
     for bundle_id in sorted(num_chunks):

@@ -6,7 +6,6 @@ on only if every rank has its note of that very step and somebody stands between
 of it. Whoever went on, or was caught inside an optimizer step, takes the state from a twin like the replacement does.
 
 Pure. Every rank is given the same offers and concludes the same; whether every shard has a giver is put to a vote.
-Called by `checkpoint.survivors.peer_restore`, the simulator and the scenario tests.
 """
 
 from __future__ import annotations

@@ -189,10 +189,7 @@ Judged: TypeAlias = Decision[Choice | ChoiceDeferred | None]
 
 def choose_version(facts: Facts, *, wanted: Version | None = None) -> Judged:
     """Returns the newest usable version with the reason, what has to be waited for, or None and why each was refused.
-
-    Args:
-        facts: what is known.
-        wanted: only this version, because the user named it.
+    `wanted`: only this version, because the user named it.
     """
     candidates = {copy.version for copy in facts.memory} | set(facts.stored) | set(facts.unreachable.manifests)
     if wanted is not None:

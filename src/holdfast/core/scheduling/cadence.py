@@ -1,6 +1,6 @@
 """Decides how often to save: a cadence in steps, in seconds, or both (steps win).
 
-Pure: `now_s` is an argument. Called by the trainer's side once per step.
+Pure: `now_s` is an argument. Called once per step.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The model is the classical one: failures come at a constant rate, at any moment;
 failure costs the recovery and all work since the last save. A stretch of work t that ends with a save of cost c then takes
 (1 / rate + recovery) * (exp(rate * (t + c)) - 1) on average (J. T. Daly, "A higher order estimate of the optimum
 checkpoint interval", 2006); for rare failures the best t is near sqrt(2 * c / rate) (J. W. Young, 1974), which is where
-the search begins. Pure. Called by `cli.planning.plan`; a simulation in the tests proves it.
+the search begins. Pure. A simulation in the tests proves it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A rank proposes (its clock says that a save is due, or it got SIGTERM); the coordinator answers all ranks with one
 step that lies ahead of the proposer. Ranks may run apart, so a rank can be past S when the word arrives: it gives
 version S up and, for a stop, proposes again; the others see version S abandoned and go on to the next appointment.
-So a wrong guess costs time, never consistency. Pure: used by the coordinator's keeper (Diary) and by trainers (StepAgreement).
+So a wrong guess costs time, never consistency. Pure: the coordinator's keeper has the Diary, trainers have the
+StepAgreement.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ save says so there; everybody then notes the step it is at, and rank 0 names one
 arrive, and what comes of it is one word that is written once: "go" by the last who arrives, "no" by anybody who is past
 the step or whose patience ends. So no rank ever enters a collective that another one does not.
 
-Used by `checkpoint.checkpointer.storage_fallback`. Time is the caller's.
+Time is the caller's.
 """
 
 from __future__ import annotations

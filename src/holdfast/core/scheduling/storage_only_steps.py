@@ -2,7 +2,7 @@
 
 A job that goes on durable-only has nobody who could appoint a step, so its ranks meet in a collective. When, they all
 know beforehand: each meeting names the step after which the next one is. Rank 0's clock decides what a cadence in
-seconds asks for; anybody may ask for a stop. Pure; used by `checkpoint.save.storage_only_schedule`.
+seconds asks for; anybody may ask for a stop. Pure.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Twins hold the same bytes by definition, so a difference is silent corruption, found for nothing. When the digests of a
 bundle differ every holder digests each entry of its copy, and here they are compared. With three or more twins the
-minority is wrong; with two nobody can say which. Called by core.versions.coordinator_board.
+minority is wrong; with two nobody can say which.
 
 Twins of one node divide the copy of what they share, so no two of them seal the same bytes. Some elements of every shared
-tensor (spots, folded to a word of 8 bytes each) are compared instead, at every version. Called by core.ledger. Pure.
+tensor (spots, folded to a word of 8 bytes each) are compared instead, at every version. Pure.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ again, and the manifest exists once (protocol section 6).
 
 `Watch` is one node's view. A successor starts when everybody before it in the line is out: its keeper is gone, it
 reported that it cannot, or it gave no sign for LEASE_S by this node's own clock. A wrong guess costs I/O and nothing
-else. Pure: facts come in with `now_s`, orders come out. Called by keeper.storage.writer_failover.
+else. Pure: facts come in with `now_s`, orders come out.
 """
 
 from __future__ import annotations
@@ -96,11 +96,7 @@ class _Open:
 
 
 class Watch:
-    """Knows what one node writes of the versions that are due for storage, and whom it watches meanwhile.
-
-    Args:
-        node: this one.
-    """
+    """Knows what one node writes of the versions that are due for storage, and whom it watches meanwhile."""
 
     def __init__(self, node: int) -> None:
         self._node = node

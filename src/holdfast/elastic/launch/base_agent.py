@@ -74,11 +74,9 @@ class BaseAgent(LocalElasticAgent):
     # What the guard of the launcher's end asks, in a thread of its own.
 
     def is_ending(self) -> bool:
-        """Returns whether the workers have been told to end."""
         return self._is_ending
 
     def any_lives(self) -> bool:
-        """Returns whether a worker lives, as the kernel says."""
         return any(proc_stats.state(pid) not in ("", "Z", "X") for pid in self._unreaped())
 
     def tell(self, number: int) -> None:

@@ -3,7 +3,7 @@
 A script of MindSpore's dynamic cluster starts a scheduler and one process per worker, each with MS_* variables. With
 `holdfast run` in the place of `python` the same script works: the scheduler keeps the rendezvous store until every worker
 is done, each worker is a node with one rank, and starting a dead worker once more with its variables brings it back.
-Flags that are given win. Each variable that has an effect gets one line that says which. Called by elastic.launch.run_command.
+Flags that are given win. Each variable that has an effect gets one line that says which.
 """
 
 from __future__ import annotations

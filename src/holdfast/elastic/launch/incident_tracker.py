@@ -6,7 +6,7 @@ the order that everybody gets, T2 until all local workers run the script again, 
 (groups, loading), T4 what of it was compilation, T0 what it takes to make the lost steps again, at the pace of before.
 Where each rank came back from it says itself (`alive.tell`); parts that nobody told of are left out.
 
-Used by `elastic.launch.agent`. Times are monotonic.
+Times are monotonic.
 """
 
 from __future__ import annotations

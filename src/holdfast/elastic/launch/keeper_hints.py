@@ -2,11 +2,12 @@
 
 Between this word and the first rank's lie the imports and the building of the model. The launchers of a job tell each
 other where their keepers are when they meet (`elastic.launch.rendezvous.incarnation_rounds`), so that a new node finds what the others hold in memory.
-A keeper that does not hear it, or cannot do it, costs that time and nothing else. Called by `elastic.launch.agent`.
+A keeper that does not hear it, or cannot do it, costs that time and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -65,11 +66,8 @@ class KeeperHints:
 
     def _say(self, message: Message) -> None:
         try:
-            caller = self._dial()
-            try:
+            with contextlib.closing(self._dial()) as caller:
                 caller.call(message, timeout_s=TIMEOUT_S)
-            finally:
-                caller.close()
         except HoldfastError as error:
             logger.info("nothing is preloaded: %s", error)
 

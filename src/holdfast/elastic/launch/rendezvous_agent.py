@@ -1,6 +1,6 @@
 """The part of an agent that meets the others: under its node's name, and at another place when the store is lost.
 
-Used by `elastic.launch.agent`. Decisions: `core.elastic.node_lease`, `core.elastic.rendezvous_failover`.
+Decisions: `core.elastic.node_lease`, `core.elastic.rendezvous_failover`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells what torchrun tells a worker about itself, in torchrun's words. Used by `elastic.launch.agent`."""
+"""Tells what torchrun tells a worker about itself, in torchrun's words."""
 
 from __future__ import annotations
 

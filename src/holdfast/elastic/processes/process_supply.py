@@ -5,7 +5,7 @@ A machine may have no process, descriptor or memory left for a moment, and the f
 Those that run are not touched by that. A lost fork server is replaced by one that is started as a program: the agent has
 threads by then and must not fork itself. That takes the seconds of an import, during which the agent goes on.
 
-Used by `elastic.launch.agent`. Times are monotonic.
+Times are monotonic.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class ProcessSupply:
     """Supplies one agent with processes.
 
     Args:
-        forkserver: in use.
         program: the command that starts another one; the descriptor of its line is appended. Empty: there is none.
     """
 

@@ -86,12 +86,8 @@ class ProcessSampler:
         self._cost_at_s = 0.0
 
     def look(self, pid: int, now_s: float, *, ours: int = 0) -> ProcessStats | None:
-        """The worker's vitals; None if it is gone. Bytes of sockets only where the kernel lets us ask (as for our children).
-
-        Args:
-            pid: of the worker.
-            now_s: monotonic.
-            ours: a thread of holdfast in it, which waits for its launcher.
+        """The worker's vitals; None if it is gone. Bytes of sockets only where the kernel lets us ask (as for our
+        children). `ours`: a thread of holdfast in it, which waits for its launcher.
         """
         try:
             state, user, system, _, pages = _stat(pid)

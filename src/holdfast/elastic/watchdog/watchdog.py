@@ -182,10 +182,7 @@ class Watchdog:
 
     def why_hopeless(self, now: float, ranks: Sequence[int]) -> str:
         """Returns why none of these ranks will do anything any more, when their job was told to end; empty if one may.
-
-        Args:
-            now: monotonic.
-            ranks: those that have not ended.
+        The ranks are those that have not ended.
         """
         for rank in ranks:
             self._ask_anew(rank, now)

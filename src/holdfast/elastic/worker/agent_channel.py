@@ -67,7 +67,6 @@ class AgentChannel:
     """One end. `send` may be called by any thread, `receive` by one.
 
     Args:
-        link: the socket.
         patience_s: how long a send may wait for the other end to read; the rest is kept for `flush`. 0: for ever.
 
     Attributes:
@@ -91,7 +90,6 @@ class AgentChannel:
 
     @property
     def fileno(self) -> int:
-        """Return the descriptor of the socket."""
         return self.socket.fileno()
 
     def send(self, op: str, number: int = 0, **facts: Any) -> bool:

@@ -4,7 +4,7 @@ A second run would find the rest of it, or nothing. A script that does its work 
 So the agent is told of the first byte, and starts no further run (`elastic.launch.agent`). A terminal, /dev/null and an
 empty input are left alone. What does not go through `sys.stdin` (`open(0)`, `os.read`, programs that the script starts) is not seen.
 
-Used by `elastic.worker.worker_main`, before the script begins.
+Used before the script begins.
 """
 
 from __future__ import annotations

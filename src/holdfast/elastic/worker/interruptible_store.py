@@ -7,8 +7,6 @@ a port that nobody listens on, ever more rarely.
 
 Ranks that meet in a file (`init_method="file://..."`) do so as under torchrun until a fault. The file has what ranks before the fault
 wrote there, so a group as large as the job meets at the store of its incarnation from then on. Torch's own handler serves other groups.
-
-Used by `elastic.worker.worker_main`.
 """
 
 from __future__ import annotations

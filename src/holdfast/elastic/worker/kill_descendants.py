@@ -3,8 +3,6 @@
 The resource tracker of `multiprocessing` and the shared-memory manager of torch wait for the end of those they serve, remove
 what these left in /dev/shm, and end. Killed with them they would leave it there for good, and a replacement that makes
 shared memory under the same name could not start. So they are given a moment first.
-
-Called by whoever ends workers: the launcher, the fork server, and a worker that ends itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Remembers how libraries that a process shares were set, and sets them so again: how numbers are rounded, checked, printed.
 
-Used by `elastic.worker.script_sandbox`, in the main thread: contexts of `decimal` and of NumPy belong to a thread.
+Used in the main thread: contexts of `decimal` and of NumPy belong to a thread.
 """
 
 from __future__ import annotations

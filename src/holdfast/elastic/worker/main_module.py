@@ -3,8 +3,6 @@
 `runpy.run_path` takes `__main__` away as soon as the last line is done. Threads and exit handlers that a script leaves
 behind would then find the launcher's in its place. So the module stays until `clear`, at the end of the process or before
 the script runs again. `__file__` is absolute, as in every Python since 3.9.
-
-Used by `elastic.worker.worker_main` and `adapters.zero_lines.launcher`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ holds it would meet the next run. What decides is `core.elastic.rerun`.
 Libraries may leave what they need once per process and what does not know the script: torch's compile workers, the
 resource tracker of multiprocessing, the clock of a progress bar.
 
-Used by `elastic.worker.script_sandbox`. Must never import anything: a library that is not loaded has left nothing.
+Must never import anything: a library that is not loaded has left nothing.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ it.
 path, working directory, signal handlers, standard files, seeds, torch's global switches. `clear` drops what a run left:
 timers, frames, the `__main__` module, the user's own modules, exit handlers, groups, and tells what it could not drop
 (`elastic.worker.run_leftovers`). What is expensive stays: imported libraries, device context, allocator.
-
-Used by `elastic.worker.worker_main` only.
 """
 
 from __future__ import annotations

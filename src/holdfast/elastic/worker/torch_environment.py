@@ -4,7 +4,7 @@ A script may set `OMP_NUM_THREADS`, `TORCH_DISTRIBUTED_DEBUG` or `TORCH_LOGS` in
 So `begin` takes torch out of `sys.modules`: the script's own `import torch` asks `TorchImport`, which hands out the module
 that is loaded and lets torch read its variables again. Modules that hold torch already notice nothing.
 
-Must never: load torch a second time, or change what the environment does not ask for. Used by `elastic.worker.script_sandbox`.
+Must never: load torch a second time, or change what the environment does not ask for.
 """
 
 from __future__ import annotations

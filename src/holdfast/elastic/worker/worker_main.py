@@ -33,6 +33,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
+from typing import Any
 
 from holdfast.base.errors import Interrupted
 from holdfast.base.process_label import label_process
@@ -77,7 +78,7 @@ class Runner:
         self._line = AgentChannel(link)
         self._page = OwnDescriptor.of(page)
         leave_logging_to_the_script()
-        input_watch.watch(self._reads_input)
+        input_watch.watch(lambda: self._tell("reads"))
         self._stage = ScriptSandbox()
         self._sockets = group_teardown.GroupSockets()
         self._changed = threading.Condition()
@@ -101,7 +102,9 @@ class Runner:
         interruptible_store.install(lambda: self._running.environment if self._running is not None else {})
         signal.signal(WAKE, self._wake)
         wish = open_checkpointers.wish
-        wish.works_on, wish.restored, wish.saved = self._works_on, self._restored, self._saved
+        wish.works_on = lambda root, job: self._tell("works on", root=root, job=job)
+        wish.restored = lambda step, source: self._tell("restored", step=step, source=source)
+        wish.saved = lambda step: self._tell("saved", step=step)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # torchrun starts Python with -u
         with deaf():
@@ -162,25 +165,10 @@ class Runner:
             self._running = order
         self._started(order, again=again)
 
-    def _works_on(self, root: str, job: str) -> None:
+    def _tell(self, what: str, **said: Any) -> None:
         running = self._running
         if running is not None:
-            self._line.send("works on", running.number, root=root, job=job)
-
-    def _restored(self, step: int, source: str) -> None:
-        running = self._running
-        if running is not None:
-            self._line.send("restored", running.number, step=step, source=source)
-
-    def _reads_input(self) -> None:
-        running = self._running
-        if running is not None:
-            self._line.send("reads", running.number)
-
-    def _saved(self, step: int) -> None:
-        running = self._running
-        if running is not None:
-            self._line.send("saved", running.number, step=step)
+            self._line.send(what, running.number, **said)
 
     def _execute(self, order: RunOrder) -> None:
         self._script(order)
@@ -278,7 +266,7 @@ class Runner:
         """
         steps = {
             "void": open_checkpointers.void,
-            "cut": lambda: self._sockets.cut(_store_port(order)),
+            "cut": lambda: self._sockets.cut(int(order.environment.get("MASTER_PORT", "0"))),
             "abort": self._aborts.begin,
         }
         for step in LEAVING:
@@ -411,10 +399,6 @@ def _said(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - whatever it raises, the script's own error is what must be told
         return "<exception str() failed>"
-
-
-def _store_port(order: RunOrder) -> int:
-    return int(order.environment.get("MASTER_PORT", "0"))
 
 
 def _ours(innermost: FrameType | None) -> bool:

@@ -85,7 +85,6 @@ class CoordinatorClient:
 
     @property
     def coordinator(self) -> Coordinator | None:
-        """The coordinator, if this node is it."""
         return self._coordinator
 
     @property

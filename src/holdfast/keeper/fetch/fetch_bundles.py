@@ -29,7 +29,6 @@ from holdfast.keeper.slots.progress import RESTORING, Activities
 from holdfast.keeper.slots.slot_pool import HeldSlot, PieceOf, SlotPool
 from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format import image as image_format
-from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
 
 logger = logging.getLogger(__name__)
@@ -201,9 +200,7 @@ class BundleFetcher:
 
     def _seal(self, held: HeldSlot, places: dict[str, ImagePlace]) -> None:
         with self._state.lock:
-            held.images = places
-            slots.write_header(held.slot, held.header(self._state.place.job))
-            held.state = SlotState.SEALED
+            held.seal(places, self._state.place.job)
             held.pins[PIN] += len(places) - 1  # one per bundle, as for those that were here
 
     def _forget(self, held: HeldSlot, present: dict[str, PresentBundle]) -> None:
@@ -227,7 +224,7 @@ class BundleFetcher:
             if not any(held.version == version and held.state is SlotState.SEALED for held in own):
                 held = self._free(own, num_bytes)
                 if held is not None:
-                    return self._claim(held, version)
+                    return held.claim(version, PIN)
         try:
             slot = state.slot_pool.allocate(num_bytes, f"restoring {version} for rank {rank}")
         except MemoryRefused:  # coming back is worth more than the next save
@@ -235,11 +232,11 @@ class BundleFetcher:
                 held = self._free(own, num_bytes)
                 if held is None:
                     raise
-                return self._claim(held, version)
+                return held.claim(version, PIN)
         with state.lock:
             held = state.slot_pool.add(slot, rank)
             held.outgrown = True
-            return self._claim(held, version)
+            return held.claim(version, PIN)
 
     def _free(self, own: Sequence[HeldSlot], num_bytes: int) -> HeldSlot | None:
         """A slot that the guard lets be overwritten, large enough. Under the state's lock."""
@@ -247,11 +244,6 @@ class BundleFetcher:
         fitting = [held for held in own if held.slot.num_bytes >= num_bytes]
         chosen = choose_slot([state.guard.view(held) for held in fitting], state.need_ledger().knowledge)
         return state.slot_pool.get(chosen.value) if chosen.value is not None else None
-
-    def _claim(self, held: HeldSlot, version: Version) -> HeldSlot:
-        held.start(version, layout="", durable=False)
-        held.pins[PIN] += 1
-        return held
 
 
 def copy_here(slot_pool: SlotPool, rank: int, version: Version, fetch: Fetch) -> PresentBundle | None:

@@ -136,8 +136,7 @@ class ChunkFetcher:
             with self._state.lock:
                 held = self._state.slot_pool.add(slot, rank)
                 held.transient = True
-                held.start(version, layout="", durable=False)
-                held.pins[PIN] += 1
+                held.claim(version, PIN)
                 fetched.append(held)
             total = sum(item.length for item in wanted)
             with self._activities.start(RESTORING, version, total, rank=rank) as progress:

@@ -2,7 +2,7 @@
 
 Every byte is proved before it counts: against the seal of the manifest or of the peer, which must be the one that all
 ranks agreed on. What is proved is announced at once (`keeper.fetch.streaming_relay`), so that the next node need not wait for the rest.
-Used by `keeper.fetch.fetch_bundles`; one thread uses one of these.
+One thread uses one of these.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class OpenPlaces:
     """Opens what one fetch reads from, each once: other keepers, and a version's manifest in storage.
 
     Args:
-        state: of this node.
         lazy_storage: opened at first use.
         stopping: asked before each chunk.
 

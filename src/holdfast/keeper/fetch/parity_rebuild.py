@@ -2,7 +2,7 @@
 
 All members are read at the same time, by a thread each. All that is read is proved by its own seal, and every chunk that comes out by the seal of the lost image, which
 the members of the group know. Members that do not say the same of the group are refused: their parity is of other bytes.
-Used by `keeper.fetch.fetch_sources` and `keeper.fetch.fetch_chunks`; one thread uses one of these, and has others help it.
+One thread uses one of these, and has others help it.
 """
 
 from __future__ import annotations

@@ -188,8 +188,7 @@ class Preloader:
         with self._state.lock:
             held = self._state.slot_pool.add(slot, batch[0].ref.ranks[0], replica=True)
             held.preloaded = held.outgrown = True
-            held.start(version, layout="", durable=False)
-            held.pins[PRELOADING] += 1
+            held.claim(version, PRELOADING)
         places: dict[str, ImagePlace] = {}
         at = 0
         try:

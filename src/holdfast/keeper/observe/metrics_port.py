@@ -34,7 +34,6 @@ class MetricsPort:
 
     Args:
         port: on 127.0.0.1; 0 takes a free one.
-        page: makes the page.
 
     Raises:
         OSError: the port is taken.

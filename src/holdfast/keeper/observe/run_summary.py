@@ -21,11 +21,8 @@ _MOST = 1e15
 
 
 def newest_run(path: Path, root: str = "") -> Goodput | None:
-    """The sums of the newest run that a journal tells of; None if it tells of no progress.
-
-    Args:
-        path: of the journal.
-        root: of the jobs that saved to this checkpoint path, or told none; empty: of all.
+    """The sums of the newest run that a journal tells of; None if it tells of no progress. Only jobs count that
+    saved to the checkpoint path `root`, or told none; all, if it is empty.
 
     Raises:
         OSError: it cannot be read.

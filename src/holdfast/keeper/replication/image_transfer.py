@@ -46,7 +46,6 @@ class PeerReader:
     """Reads from another keeper. One thread uses it, and has others help it during a call.
 
     Args:
-        address: of the keeper.
         hello: the greeting of this one.
         stopping: asked before each piece.
         security: what proves us, where the address is on another node.

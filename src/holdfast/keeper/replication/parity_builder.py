@@ -15,6 +15,7 @@ read from storage past their keepers is in no memory: then there is nothing to m
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -26,18 +27,16 @@ from holdfast.core.layout import parity_groups
 from holdfast.core.layout.parity_stripes import Piece, Striping
 from holdfast.core.model import BundleRef, Level, Seal, Version
 from holdfast.core.versions.job_bundles import JobBundles
-from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.replication.image_transfer import PeerReader, count_lines, require
 from holdfast.keeper.replication.replicator import RECEIVING, NotYet, Replicator
 from holdfast.keeper.replication.xor_sources import Parts, xor_sources
 from holdfast.keeper.rpc.messages import Assembly
-from holdfast.keeper.slots.job_queue import Worker
+from holdfast.keeper.slots.job_queue import HasWorker, Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.node_report import greeting, has_left
 from holdfast.keeper.slots.slot_pool import PARITY_RANK, HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
-from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
 from holdfast.tiers.memory.xor import clear
 
@@ -61,7 +60,7 @@ class _Build:
     bundle_ids: tuple[tuple[str, ...], ...]
 
 
-class ParityBuilder:
+class ParityBuilder(HasWorker):
     """Makes the parity that this node keeps.
 
     Args:
@@ -116,16 +115,10 @@ class ParityBuilder:
         self._failed = None
         self._worker.clear()
 
-    @property
-    def idle(self) -> bool:
-        """Return whether nothing is being made."""
-        return self._worker.idle
-
     def stop(self) -> None:
-        """Ends the thread."""
         with self._state.lock:
             self._stopping = True
-        self._worker.stop()
+        super().stop()
 
     def facts(self) -> dict[str, float]:
         """Return facts for the status page. Under the state's lock."""
@@ -225,11 +218,8 @@ class ParityBuilder:
         names = build.bundle_ids[member]
         if not names:
             return ()
-        peer = self._peer(build, assembly, member)
-        try:
+        with contextlib.closing(self._peer(build, assembly, member)) as peer:
             return _all_of(peer.seals(build.version, names), names, build, member)
-        finally:
-            peer.close()
 
     def _parts(self, build: _Build, assembly: Assembly, striping: Striping, member: int) -> Parts:
         """Reads what one member has for this one. The seals are asked for again: that pins its slots."""
@@ -237,8 +227,7 @@ class ParityBuilder:
         if not rows:
             return
         scratch = memoryview(bytearray(max(row.chunks[member].length for row in rows)))
-        peer = self._peer(build, assembly, member)
-        try:
+        with contextlib.closing(self._peer(build, assembly, member)) as peer:
             names = build.bundle_ids[member]
             if _all_of(peer.seals(build.version, names), names, build, member) != striping.covers[member]:
                 raise VersionNotFound(f"{build.version} there is not what it was")
@@ -248,8 +237,6 @@ class ParityBuilder:
                 part = scratch[: chunk.length]
                 peer.read_chunks_into(build.version, seals[chunk.bundle_id], chunk.index, part)
                 yield row.offset, part
-        finally:
-            peer.close()
 
     def _peer(self, build: _Build, assembly: Assembly, member: int) -> PeerReader:
         state, address = self._state, assembly.addresses[build.group[member]]
@@ -265,10 +252,8 @@ class ParityBuilder:
     def _seal(self, held: HeldSlot, piece: Piece, view: memoryview) -> None:
         seal = image_format.seal(piece.name, view)
         with self._state.lock:
-            held.images = {piece.name: ImagePlace(BundleRef(piece.name), 0, seal)}
             held.parity = piece
-            slots.write_header(held.slot, held.header(self._state.place.job))
-            held.state = SlotState.SEALED
+            held.seal({piece.name: ImagePlace(BundleRef(piece.name), 0, seal)}, self._state.place.job)
 
 
 def _all_of(seals: Mapping[str, Seal], names: Sequence[str], build: _Build, member: int) -> tuple[Seal, ...]:

@@ -74,7 +74,6 @@ class PeerLine:
     """A connection to another keeper for bulk bytes. One thread uses it; any may abort it.
 
     Args:
-        address: of the keeper.
         hello: the greeting of this one.
         stopping: asked before each piece.
         security: what proves us, where the address is on another node.
@@ -228,7 +227,6 @@ class PeerLine:
 
     @property
     def where(self) -> str:
-        """Return the address."""
         return self._channel.where
 
     def abort(self) -> None:

@@ -39,7 +39,6 @@ from holdfast.keeper.slots.node_report import greeting, has_left
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.backends.parallel_streams import StreamCount
 from holdfast.tiers.format import image as image_format
-from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
 
 logger = logging.getLogger(__name__)
@@ -306,9 +305,7 @@ class Replicator:
                 peer.read_into(version, place.seal, view)
                 sent += place.seal.length
             with self._state.lock:
-                held.images = {place.ref.bundle_id: place for place in places}
-                slots.write_header(held.slot, held.header(self._state.place.job))
-                held.state = SlotState.SEALED
+                held.seal({place.ref.bundle_id: place for place in places}, self._state.place.job)
         except BaseException:
             with self._state.lock:
                 held.clear()
@@ -343,7 +340,7 @@ class Replicator:
             beside = self._is_begun(rank, version) or len(self._in_use(rank)) >= NUM_REPLICA_SLOTS
             held = state.slot_pool.add(slot, rank, replica=True)
             held.outgrown = beside
-            return self._claim(held, version)
+            return held.claim(version, RECEIVING)
 
     def _in_use(self, rank: int) -> list[HeldSlot]:
         """The replica slots of the rank that newer versions go into."""
@@ -362,7 +359,7 @@ class Replicator:
         decision = choose_slot(views, self._protection(views))
         chosen = slot_pool.get(decision.value) if decision.value is not None else None
         if chosen is not None and chosen.slot.num_bytes >= num_bytes:
-            return self._claim(chosen, version)
+            return chosen.claim(version, RECEIVING)
         if chosen is not None:
             slot_pool.drop(chosen)  # outgrown
         elif len(held_slots) >= NUM_REPLICA_SLOTS:
@@ -370,11 +367,6 @@ class Replicator:
                 f"no {f'replica slot of rank {rank}' if rank >= 0 else 'slot for parity'} is free: {decision.reason}"
             )
         return None
-
-    def _claim(self, held: HeldSlot, version: Version) -> HeldSlot:
-        held.start(version, layout="", durable=False)
-        held.pins[RECEIVING] += 1
-        return held
 
     def _protection(self, views: Sequence[SlotView]) -> Knowledge:
         """The newest replicated version is protected, and replicas that count; half-made newer ones help nobody."""

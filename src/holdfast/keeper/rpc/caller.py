@@ -1,8 +1,7 @@
 """Calls over one channel, the caller's side: requests with replies, statements without, pushes to a callback.
 
 One reader thread owns the channel. A reply goes to the call that waits for its id; everything else is a push. When
-the connection ends every waiting call raises KeeperLost at once, and so does every later one. Used by trainers and
-viewers towards their keeper and by keepers towards each other.
+the connection ends every waiting call raises KeeperLost at once, and so does every later one.
 """
 
 from __future__ import annotations

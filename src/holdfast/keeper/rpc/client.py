@@ -3,7 +3,7 @@
 When the keeper is gone the slots stay mapped, and are handed to the next keeper with `adopt`.
 
 Order of calls of a trainer: connect, assemble, register, prepare, [adopt], [inventory, obtain], resume, then per save
-begin, copied or abandon; goodbye and close at the end. Used by `checkpoint`.
+begin, copied or abandon; goodbye and close at the end.
 """
 
 from __future__ import annotations

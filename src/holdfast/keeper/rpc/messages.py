@@ -42,7 +42,6 @@ class Assembly:
     Attributes:
         incarnation: registered beside the manifests, or arbitrated above everything the keepers have seen.
         root, job_id: checkpoint URL or absolute path; from the storage's claim.
-        topology: who runs where.
         addresses: of the keepers, per node index (`unix:<path>` or `tcp:<host>:<port>`).
         keep_last, keep_every, keep_every_s: durable versions kept; of so many steps, and seconds, one; 0 for none.
         lineage: what is recorded of incarnations before this one: (incarnation, version it resumed from).

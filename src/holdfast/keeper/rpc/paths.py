@@ -35,7 +35,6 @@ class RuntimePaths:
     Attributes:
         runtime: the directory that all jobs of this user share.
         job: digest of checkpoint root and run id.
-        node: label of the node.
     """
 
     runtime: Path

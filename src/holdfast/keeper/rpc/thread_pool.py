@@ -23,7 +23,6 @@ class ThreadPool:
     """Lends threads until `stop`.
 
     Args:
-        name: of the threads.
         most: threads at work at once, without those that stepped aside.
     """
 

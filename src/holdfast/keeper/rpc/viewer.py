@@ -1,7 +1,7 @@
 """Asks a keeper what it holds and does: all that a viewer may, and the ground that a trainer's connection stands on.
 
 Every call has a deadline. When the keeper is gone `alive` turns False, the callbacks fire, waiting calls raise
-KeeperLost at once and so do later ones. Used by `cli` (viewers) and `keeper.rpc.client` (trainers).
+KeeperLost at once and so do later ones.
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ class _Transfer:
         return next(iter(self.lines))
 
     def cut(self) -> None:
-        """Ends all lines."""
         for line in self.lines:
             line.channel.abort()
 
@@ -79,7 +78,6 @@ class PeerRequests:
     """The requests of other keepers. Several threads.
 
     Args:
-        state: the keeper's state.
         coordinator: gives the coordinator while this node is it.
         pace: of what is sent as replicas.
         windows: the waits of local ranks, which replicas keep to.

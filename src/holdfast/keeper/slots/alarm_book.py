@@ -34,7 +34,6 @@ class AlarmBook:
     """The alarms of one keeper.
 
     Args:
-        lock: of the state.
         push: tells all who watch, by the key of what is told.
 
     Attributes:

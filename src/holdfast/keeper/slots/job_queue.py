@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ class Worker(Generic[J]):
     """One thread that does `work(job)` for every job, in order.
 
     Args:
-        name: of the thread.
         work: does one job.
         on_fault: told of an exception that `work` let through.
         on_idle: called when nothing is left to do.
@@ -147,3 +146,18 @@ class Worker(Generic[J]):
                 return None
             self._busy = True
             return (self._jobs.popleft(),)
+
+
+class HasWorker:
+    """Has one worker for its jobs."""
+
+    _worker: Worker[Any]
+
+    @property
+    def idle(self) -> bool:
+        """Return whether nothing waits and nothing is being done."""
+        return self._worker.idle
+
+    def stop(self) -> None:
+        """Ends the worker."""
+        self._worker.stop()

@@ -20,7 +20,7 @@ from holdfast.core.model import RankLayout, Seal, Version
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.rpc.messages import ImageSpan
 from holdfast.keeper.slots.idle_windows import Windows
-from holdfast.keeper.slots.job_queue import Worker
+from holdfast.keeper.slots.job_queue import HasWorker, Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
@@ -42,7 +42,7 @@ class _Job:
     kept: Mapping[str, Seal]
 
 
-class Sealer:
+class Sealer(HasWorker):
     """Turns copied slots into sealed ones; in the waits that trainers show, if they do."""
 
     def __init__(self, state: NodeState, events: Events, windows: Windows) -> None:
@@ -85,14 +85,9 @@ class Sealer:
             self._state.unpin(job.held, _PIN)
 
     def stop(self) -> None:
-        """Ends the worker."""
-        self._worker.stop()
+        super().stop()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def idle(self) -> bool:
-        return self._worker.idle
 
     def _seal(self, job: _Job) -> None:
         held, state, turns = job.held, self._state, self._windows.turns()

@@ -83,7 +83,6 @@ class Trainers:
     """The registry. Several threads, under the state's lock.
 
     Args:
-        state: the keeper's state.
         on_leave: called under the lock with a trainer that goes, before its slots are looked at.
     """
 
@@ -234,7 +233,6 @@ class Trainers:
 
     @property
     def connected(self) -> dict[int, Trainer]:
-        """The trainers, by rank."""
         with self._state.lock:
             return dict(self._trainers)
 

@@ -116,6 +116,18 @@ class HeldSlot:
         self.images, self.parity = {}, None
         self.condemned = set()
 
+    def claim(self, version: Version, why: str) -> HeldSlot:
+        """Begins a version that is brought here, and pins it meanwhile; returns the slot."""
+        self.start(version, layout="", durable=False)
+        self.pins[why] += 1
+        return self
+
+    def seal(self, images: dict[str, ImagePlace], job: str) -> None:
+        """Notes that these images stand in it, in its header first."""
+        self.images = images
+        slots.write_header(self.slot, self.header(job))
+        self.state = SlotState.SEALED
+
     def clear(self) -> None:
         """Makes it empty."""
         slots.invalidate(self.slot)

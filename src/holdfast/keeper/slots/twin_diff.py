@@ -13,7 +13,7 @@ from holdfast.core.model import Version
 from holdfast.core.versions.node_ledger import Reports
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.core.versions.twin_vote import MAX_ENTRIES, Examined
-from holdfast.keeper.slots.job_queue import Worker
+from holdfast.keeper.slots.job_queue import HasWorker, Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
@@ -28,7 +28,7 @@ class _Job:
     bundle_id: str
 
 
-class TwinExaminer:
+class TwinExaminer(HasWorker):
     """Looks at copies of bundles whose twins differ."""
 
     def __init__(self, state: NodeState) -> None:
@@ -45,18 +45,10 @@ class TwinExaminer:
             if new and self._worker.put(_Job(held, version, bundle_id)):
                 held.pins[_PIN] = 1
 
-    @property
-    def idle(self) -> bool:
-        return self._worker.idle
-
     def leave(self) -> None:
         """Drops what waits: the job it is for is over. Under the state's lock."""
         for job in self._worker.clear():
             self._state.unpin(job.held, _PIN)
-
-    def stop(self) -> None:
-        """Ends the worker."""
-        self._worker.stop()
 
     def _examine(self, job: _Job) -> None:
         held, state = job.held, self._state

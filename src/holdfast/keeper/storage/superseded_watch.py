@@ -10,7 +10,7 @@ import time
 
 from holdfast.base.errors import Fenced, HoldfastError
 from holdfast.keeper.rpc.messages import Assembly, superseded
-from holdfast.keeper.slots.job_queue import Worker
+from holdfast.keeper.slots.job_queue import HasWorker, Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.storage.version_store import NEWER_RUNS
@@ -19,7 +19,7 @@ from holdfast.tiers.storage.version_store import NEWER_RUNS
 PATIENCE_S = 5.0
 
 
-class SupersededWatch:
+class SupersededWatch(HasWorker):
     """Looks for a newer incarnation, for as long as this node awaits a commit."""
 
     def __init__(self, state: NodeState, lazy_storage: LazyStorage) -> None:
@@ -37,16 +37,12 @@ class SupersededWatch:
             self._next_s = 0.0
         elif not self._next_s:
             self._next_s = now + PATIENCE_S
-        elif now >= self._next_s and self._worker.idle:
+        elif now >= self._next_s and self.idle:
             self._next_s = now + PATIENCE_S
             with self._state.lock:
                 assembly = self._state.assembly
             if assembly is not None:
                 self._worker.put(assembly)
-
-    def stop(self) -> None:
-        """Ends the thread."""
-        self._worker.stop()
 
     def _look(self, assembly: Assembly) -> None:
         """Raises the alarm by which ranks stop waiting; a path that cannot be read now proves nothing."""

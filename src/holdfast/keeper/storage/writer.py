@@ -21,7 +21,7 @@ from holdfast.core.versions.coordinator_board import CommitOrder, PartReport
 from holdfast.core.versions.node_ledger import Reports
 from holdfast.core.versions.writer_failover import Order
 from holdfast.keeper.rpc.messages import Assembly, superseded
-from holdfast.keeper.slots.job_queue import Worker
+from holdfast.keeper.slots.job_queue import HasWorker, Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import WRITING, Activities
 from holdfast.keeper.slots.slot_pool import HeldSlot
@@ -109,8 +109,8 @@ def _tell_later(state: NodeState, versions: Iterable[Version | None]) -> None:
             state.callbacks.report(Reports(at_work=(version,)))
 
 
-class Persister:
-    """Writes the parts that this node is ordered to write.
+class Persister(HasWorker):
+    """Writes the parts that this node is ordered to write. Stopped in the middle of a bundle, it leaves a temporary file.
 
     Args:
         failover: told of what was written and what failed.
@@ -147,19 +147,11 @@ class Persister:
             self._failover.done(writing)
             self._again.failed(writing.order, StorageBusy("storage is behind, and no more writes may wait"))
 
-    @property
-    def idle(self) -> bool:
-        return self._worker.idle
-
     def leave(self) -> None:
         """Drops what waits: the job it is for is over. Under the state's lock."""
         for writing in self._worker.clear():
             self._failover.done(writing)
         self._again.forget()
-
-    def stop(self) -> None:
-        """Ends the worker; a bundle in the middle of being written stays a temporary file."""
-        self._worker.stop()
 
     def tick(self) -> None:
         """Gives a sign while bytes move, and writes again what failed, if it is time and its bytes are still held."""
@@ -322,7 +314,7 @@ class CommitJob:
     done: Callable[[Version, bool], None]
 
 
-class Committer:
+class Committer(HasWorker):
     """Writes root manifests and applies retention; idle except on the coordinator's node."""
 
     def __init__(self, state: NodeState, lazy_storage: LazyStorage, events: Events) -> None:
@@ -349,18 +341,10 @@ class Committer:
             )
         return is_queued
 
-    @property
-    def idle(self) -> bool:
-        return self._worker.idle
-
     def leave(self) -> None:
         """Drops what waits: the job it is for is over. Under the state's lock."""
         self._worker.clear()
         self._again.forget()
-
-    def stop(self) -> None:
-        """Ends the worker."""
-        self._worker.stop()
 
     def tick(self) -> None:
         """Has this node's part reported again, if a commit failed and it is time: that is what orders it anew."""
@@ -369,7 +353,7 @@ class Committer:
             if now - self._told_s >= SIGN_S:
                 self._told_s = now
                 later = [job.order.version for job in self._worker.waiting]
-                committing = self._committing if not self._worker.idle else None  # a fault of ours may have ended it
+                committing = self._committing if not self.idle else None  # a fault of ours may have ended it
                 _tell_later(self._state, (self._again.pending, committing, *later))
             for order in self._again.due() if not self._worker.stopping else ():
                 self._state.repeat_part(order.version)

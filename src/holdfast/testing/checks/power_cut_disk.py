@@ -9,6 +9,7 @@ fs/ext4/ext4.h) and of XFS_IOC_GOINGDOWN (fs/xfs/libxfs/xfs_fs.h).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -94,12 +95,10 @@ def why_not(kind: str) -> str:
         return "it needs root, to mount file systems and to shut them down"
     directory = Path(tempfile.mkdtemp(prefix="hfp-"))
     try:
-        disk = Disk(kind, make_template(kind, directory / "template"), directory / "image", directory / "c")
-        try:
+        template = make_template(kind, directory / "template")
+        with contextlib.closing(Disk(kind, template, directory / "image", directory / "c")) as disk:
             cut_power(str(directory / "c"), JOURNAL_LOST)
             disk.power_on()
-        finally:
-            disk.close()
     except (RuntimeError, OSError) as error:
         return f"{kind} cannot be mounted and cut here: {error}"
     finally:

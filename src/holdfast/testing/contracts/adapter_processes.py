@@ -35,7 +35,6 @@ class Task:
 
     Attributes:
         checkpoints: the directory it is given.
-        ranks: number of ranks.
         steps: it ends when so many steps are made, those of earlier runs included.
         plain: without holdfast: under plain torchrun, holdfast switched off.
         changed: with a model that earlier checkpoints do not fit.
@@ -124,7 +123,6 @@ class Workshop:
         self.close()
 
     def directory(self, name: str) -> Path:
-        """The directory of one check."""
         return self._home / name
 
     def run(self, door: Startable, task: Task, *, kill_at: int | None = None, fails: bool = False) -> Told:

@@ -38,11 +38,9 @@ class DeviceModule(types.ModuleType):
         return bool(self._native.device_count() > 0)
 
     def get_device_name(self, device: Device = None) -> str:
-        """Return a name for people."""
         return f"simulated device {self.index(device)}"
 
     def get_device_properties(self, device: Device = None) -> types.SimpleNamespace:
-        """Return the name and the total memory in bytes."""
         total = self.mem_get_info(device)[1]
         return types.SimpleNamespace(name=self.get_device_name(device), total_memory=total, multi_processor_count=1)
 
@@ -111,7 +109,6 @@ class DeviceModule(types.ModuleType):
         return torch.Stream(device=torch.device(self._type, self.index(device)), priority=priority)
 
     def Event(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> torch.Event:  # noqa: N802
-        """Return an event of the device."""
         return torch.Event(self._type, enable_timing=enable_timing, blocking=blocking)
 
     @contextmanager
@@ -195,11 +192,9 @@ class DeviceModule(types.ModuleType):
         return generator
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the generator of the current device."""
         self._generator(None).manual_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the generators of all devices."""
         for generator in self.default_generators:
             generator.manual_seed(int(seed))
 
@@ -220,7 +215,6 @@ class DeviceModule(types.ModuleType):
         self._generator(device).set_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """Return the states of all devices."""
         return [generator.get_state() for generator in self.default_generators]
 
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:

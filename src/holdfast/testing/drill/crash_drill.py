@@ -29,6 +29,7 @@ import msgspec
 
 import holdfast
 from holdfast.base import program
+from holdfast.base.terminal import say
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.trial_plan import PHASES, Trial, full_starts, plan
 
@@ -287,12 +288,6 @@ def _write_evidence(path: Path, outcomes: Sequence[Outcome]) -> None:
                 file.write(f"=== trial {outcome.number} ({outcome.phase}, {outcome.victim}) {outcome.plant}\n")
                 file.writelines(f"{invariant}: {what}\n" for invariant, what in outcome.violations)
                 file.writelines(f"    {line}\n" for line in outcome.evidence)
-
-
-def say(*lines: str) -> None:
-    """Lines on standard output."""
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -100,7 +100,6 @@ class Probe:
         who: its name in the trial.
         journal: where facts go.
         field: who else there is, and which life runs.
-        root: the checkpoint directory.
         mode: MEASURE journals how long phases last, RECORD every file operation (for testing/checks/write_order.py).
     """
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,11 +107,8 @@ class Lane:
         template = Path(self._directory, f"{trial.disk}-{os.getpid()}")
         if not template.exists():
             make_template(trial.disk, template)
-        disk = Disk(trial.disk, template, Path(sandbox, "disk"), Path(sandbox, "c"))
-        try:
+        with closing(Disk(trial.disk, template, Path(sandbox, "disk"), Path(sandbox, "c"))) as disk:
             yield disk
-        finally:
-            disk.close()
 
 
 def _logs(sandbox: str) -> list[str]:

@@ -111,7 +111,6 @@ class Record:
 
     @property
     def life(self) -> Life:
-        """The newest life."""
         return self.course.lives[-1]
 
     @property

@@ -161,7 +161,6 @@ class Ground:
         return life, msgspec.msgpack.decode(data[_ORDERS.size : _ORDERS.size + length], type=Strike)
 
     def pid_of(self, name: str) -> int:
-        """The process id behind a name."""
         return int(_NUMBER.unpack(os.pread(self.table, _NUMBER.size, _PLACES[name] * _NUMBER.size))[0])
 
     def drain_answers(self) -> None:
@@ -171,7 +170,6 @@ class Ground:
                 os.read(fd, mmap.PAGESIZE)
 
     def journal(self, name: str, life: int) -> Journal:
-        """The journal of one process."""
         return Journal(self.journal_w, name, life)
 
     def probe(self, name: str, setup: Setup) -> Probe:

@@ -35,7 +35,6 @@ class Cell:
         caught_up: what waited for storage becomes durable once the fault is over, without a newer version.
         lost: the node is lost before the ranks come back, and nothing is durable meanwhile: what was called replicated is
             needed from the others.
-        num_nodes: of the job.
     """
 
     what: str

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.base.terminal import say
 from holdfast.testing.faults import cells
 from holdfast.testing.faults.cells import Cell
 from holdfast.testing.faults.faulted_job import Outcome, run
@@ -46,19 +47,19 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     chosen = cells.chosen(tuple(options.cells), phase=options.phase, fault=options.fault, group=options.group)
     if options.list:
-        _say(*(f"{cell!s:<26} {cell.phase:<10} {cell.group}" for cell in chosen))
+        say(*(f"{cell!s:<26} {cell.phase:<10} {cell.group}" for cell in chosen))
         return 0
     if not chosen:
         sys.stderr.write("no cell matches; `holdfast drill faults --list` names them all\n")
         return 2
     began, bad, count = time.monotonic(), 0, 0
     if not options.json:
-        _say(f"{'cell':<26} {'phase':<10} {'group':<10} {'named':>5} {'back':>7} {'seconds':>7}  violations")
+        say(f"{'cell':<26} {'phase':<10} {'group':<10} {'named':>5} {'back':>7} {'seconds':>7}  violations")
     for outcome in _each(chosen, options.jobs):
         count, bad = count + 1, bad + bool(outcome.violations)
-        _say(msgspec.json.encode(outcome).decode() if options.json else _row(outcome))
+        say(msgspec.json.encode(outcome).decode() if options.json else _row(outcome))
     if not options.json:
-        _say("", f"{count} cells in {time.monotonic() - began:.0f} s: {bad} with violations")
+        say("", f"{count} cells in {time.monotonic() - began:.0f} s: {bad} with violations")
     return int(bool(bad))
 
 
@@ -73,11 +74,6 @@ def _row(outcome: Outcome) -> str:
         f"{outcome.cell:<26} {outcome.phase:<10} {outcome.group:<10} {outcome.acknowledged:>5} {outcome.back:>7} "
         f"{outcome.seconds:>7.1f}  {told}"
     )
-
-
-def _say(*lines: str) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

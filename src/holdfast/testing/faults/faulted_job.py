@@ -61,7 +61,6 @@ class Outcome:
     Attributes:
         acknowledged: levels that were named.
         back: the version that all came back from.
-        why: why that one.
         violations: (invariant, what).
         evidence: the end of the keepers' logs, if something was violated.
     """
@@ -81,16 +80,13 @@ def run(cell: Cell, base: Path) -> Outcome:
     """Runs a cell in a directory of its own, and judges it."""
     started = time.monotonic()
     rig = Rig(base, num_nodes=cell.num_nodes, begin_timeout_s=0.5)
-    job = Job(rig)
-    try:
+    with contextlib.closing(Job(rig)) as job:
         with job.promised("V1"):
             job.begin(apart=cell.node if cell.of_trainer else None)
             job.strike(cell)
             job.heal(cell)
             job.come_back(cell)
         found = judge(job.course)
-    finally:
-        job.close()
     violations = tuple((violation.invariant, violation.what) for violation in found)
     seconds = time.monotonic() - started
     told, back = len(job.life.acks), str(job.back or "")

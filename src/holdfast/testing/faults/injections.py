@@ -193,13 +193,11 @@ def _forged(rig: Rig, path: Path, job: str) -> list[Violation]:
         messages.AskSeals(version=version, bundle_ids=("x",)),
     ]
     hello = messages.Hello(job=job, role=messages.VIEWER, rank=-1)
-    caller = dial(str(path), hello, timeout_s=5.0, on_push=lambda _: None, on_lost=lambda _: None)
+    dialled = dial(str(path), hello, timeout_s=5.0, on_push=lambda _: None, on_lost=lambda _: None)
     granted = []
-    try:
+    with contextlib.closing(dialled) as caller:
         for message in said:
             with contextlib.suppress(HoldfastError):
                 caller.call(message, timeout_s=5.0)
                 granted.append(Violation("S18", f"a viewer was granted {type(message).__name__}"))
-    finally:
-        caller.close()
     return granted

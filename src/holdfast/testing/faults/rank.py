@@ -68,7 +68,6 @@ class RankProcess:
             self.silent = self._answer(ANSWER_S) is None
 
     def close(self) -> None:
-        """Ends it."""
         self._line.close()
         self._process.kill()
         self._process.wait()

@@ -42,7 +42,6 @@ class Here:
         """It goes on, if it was stopped."""
 
     def close(self) -> None:
-        """Ends it."""
         self.trainer.client.close()
 
 
@@ -76,7 +75,6 @@ class Apart:
         self.process.wake()
 
     def close(self) -> None:
-        """Ends it."""
         self.process.close()
 
 

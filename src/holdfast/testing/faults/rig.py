@@ -56,6 +56,10 @@ def start_hurtable(root: str, config: Config, control: Path) -> subprocess.Popen
     return keeper
 
 
+def _viewer(place: RuntimePaths) -> contextlib.closing[KeeperViewer]:
+    return contextlib.closing(KeeperViewer.connect(place.socket, job=place.job))
+
+
 def _is_stopped(pid: int) -> bool:
     """Return whether every thread of it is, or it is gone."""
     try:
@@ -147,29 +151,18 @@ class Rig:
 
     def pid_of(self, place: RuntimePaths) -> int:
         """Process id of the keeper there."""
-        viewer = KeeperViewer.connect(place.socket, job=place.job)
-        try:
+        with _viewer(place) as viewer:
             return viewer.welcome.pid
-        finally:
-            viewer.close()
 
     def address(self, node: int) -> str:
         """Return where other nodes find the keeper."""
-        place = self.keeper(node)
-        viewer = KeeperViewer.connect(place.socket, job=place.job)
-        try:
+        with _viewer(self.keeper(node)) as viewer:
             return viewer.welcome.address
-        finally:
-            viewer.close()
 
     def status(self, node: int) -> dict[str, Any]:
         """The status page of the node's keeper."""
-        place = self.keeper(node)
-        viewer = KeeperViewer.connect(place.socket, job=place.job)
-        try:
+        with _viewer(self.keeper(node)) as viewer:
             return viewer.status()
-        finally:
-            viewer.close()
 
     def replicas(self, version: Version) -> str:
         """Return of which ranks every node has a replica of the version, in words; no keeper is started for it."""
@@ -177,7 +170,7 @@ class Rig:
         for node, label in enumerate(self.labels):
             place = place_of(self.root, self.config_of(node))
             try:
-                with contextlib.closing(KeeperViewer.connect(place.socket, job=place.job)) as viewer:
+                with _viewer(place) as viewer:
                     kept = viewer.status()["replicas"]
             except HoldfastError as error:
                 found.append(f"{label}: {error.what}")
@@ -213,7 +206,6 @@ class Rig:
         return trainers
 
     def trainer_bundles(self, rank: int) -> tuple[Bundle, ...]:
-        """The bundles of a rank."""
         return bundles_of(self, rank)
 
     def trainer(self, rank: int) -> Trainer:
@@ -250,7 +242,6 @@ class Trainer:
 
     @staticmethod
     def layout_of(rig: Rig, rank: int) -> RankLayout:
-        """Return what the rank registers."""
         return rank_layout(bundles_of(rig, rank), rank, rig.topology)
 
     @property
@@ -276,11 +267,9 @@ class Trainer:
             self.slots = self.client.prepare(self.num_bytes, 2)
 
     def version(self, step: int) -> Version:
-        """The version of a step in the running incarnation."""
         return Version(self.rig.incarnation, step)
 
     def begin(self, step: int, *, durable: bool = False, timeout_s: float = 1.0) -> Slot:
-        """A slot for the step."""
         return self.client.begin(self.version(step), self.num_bytes, durable=durable, timeout_s=timeout_s)
 
     def write(self, slot: Slot, step: int, salt: int = 0) -> list[ImageSpan]:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from holdfast.base.terminal import say
 from holdfast.testing.checks.power_cut_disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, why_not
 from holdfast.testing.drill.crash_drill import (
     NUM_LANES,
@@ -27,7 +28,6 @@ from holdfast.testing.drill.crash_drill import (
     open_lanes,
     report,
     run,
-    say,
 )
 from holdfast.testing.drill.crash_points import MEASURE
 from holdfast.testing.drill.trial_plan import LAST_LIFE, NO_STRIKE, SOLO, Aim, LifePlan, Trial, script
@@ -78,12 +78,9 @@ def draw(kind: str, how: int, boundary: Boundary, *, number: int, seed: int, lar
 
 
 def plan(places: Mapping[tuple[str, bool], Sequence[Boundary]], seed: int) -> list[Trial]:
-    """Every boundary with both kinds of cut, in an order that the seed shuffles: the first half has every boundary once,
-    the second half has it with the other kind of cut.
-
-    Args:
-        places: (file system, whether the state is large) -> its boundaries.
-        seed: shuffles.
+    """Every boundary with both kinds of cut, in an order that the seed shuffles: the first half has every boundary
+    once, the second half has it with the other kind of cut. A place is a file system, and whether the state is
+    large.
     """
     first, second = [], []
     for place, found in places.items():

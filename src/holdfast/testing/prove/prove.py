@@ -108,8 +108,6 @@ class Proof:
     """The proof of one script.
 
     Args:
-        runs: runs it.
-        target: what is run.
         say: is told how far it is.
     """
 

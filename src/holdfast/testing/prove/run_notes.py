@@ -29,9 +29,7 @@ class RunNotes(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> RunNotes:
-        """Return what a variable says."""
         return msgspec.json.decode(text, type=cls)
 
     def variable(self) -> dict[str, str]:
-        """Return the variable with its value."""
         return {NOTES_VARIABLE: msgspec.json.encode(self).decode()}

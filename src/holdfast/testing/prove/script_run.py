@@ -83,8 +83,6 @@ class ScriptRuns:
     """The runs of one script.
 
     Args:
-        home: a directory that is new or empty.
-        target: what is run.
         timeout_s: how long one run may take.
         fresh_copy: whether each run has a copy of the working directory.
         popen: as `subprocess.Popen`, for who starts processes in a quicker way.
@@ -208,11 +206,8 @@ def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
 
 
 def files_below(place: Path, without: Path) -> dict[str, tuple[int, int]]:
-    """Returns time and size of the files below a directory, of a large one those of its first part.
-
-    Args:
-        place: the directory.
-        without: a directory in it that is left out, as hidden ones are.
+    """Returns time and size of the files below a directory, of a large one those of its first part. The directory
+    `without` in it is left out, as hidden ones are.
     """
     found: dict[str, tuple[int, int]] = {}
     for directory, names, files in os.walk(place):

@@ -63,7 +63,6 @@ class StepLog:
     """The file of one life, which is begun.
 
     Args:
-        directory: of the run.
         rank: whose life it is.
 
     Attributes:
@@ -81,7 +80,6 @@ class StepLog:
                 self.life += 1
 
     def write(self, record: Record) -> None:
-        """Appends a record."""
         body = msgspec.msgpack.encode(record)
         os.write(self._fd, _LENGTH.pack(len(body)) + body)
 

@@ -28,7 +28,6 @@ class WatchedScript:
     """Runs a script and writes down what its optimizers leave.
 
     Args:
-        script: how it is run.
         events: what of holdfast is written down besides.
     """
 
@@ -55,12 +54,7 @@ class WatchedScript:
 
 
 class Watch:
-    """Watches one run of a script in one process.
-
-    Args:
-        notes: of the run.
-        rank: of this process.
-    """
+    """Watches one run of a script in one process."""
 
     def __init__(self, notes: RunNotes, rank: int) -> None:
         self._notes, self._rank, self._pid = notes, rank, os.getpid()
@@ -78,7 +72,6 @@ class Watch:
         self._names: dict[int, list[str]] = {}
 
     def hear(self, event: Event) -> None:
-        """Writes an event down."""
         if self._log is not None and os.getpid() == self._pid:
             self._log.write(Said(event.name, event.fields))
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from holdfast.base.terminal import say
 from holdfast.testing.simulator.run import Result, run
 
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     broken = [result for result in results if result.violation is not None]
     faults = sum((result.faults for result in results), Counter[str]())
     if options.json:
-        _say(
+        say(
             json.dumps(
                 {
                     "seeds": len(results), "faults": faults, "recoveries": sum(r.recoveries for r in results),
@@ -50,27 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         return int(bool(broken))
     for name, count in sorted(faults.items(), key=lambda item: -item[1]):
-        _say(f"{count:8} {name}")
-    _say(*(f"seed {result.seed}: {result.violation}" for result in broken))
+        say(f"{count:8} {name}")
+    say(*(f"seed {result.seed}: {result.violation}" for result in broken))
     answers = sum((result.answers for result in results), Counter[str]())
-    _say("answers of the escalation policy: " + ", ".join(f"{count} {name}" for name, count in answers.most_common()))
+    say("answers of the escalation policy: " + ", ".join(f"{count} {name}" for name, count in answers.most_common()))
     fills = sum(r.fills for r in results)
     totals = f"{sum(r.num_events for r in results)} events, {sum(r.recoveries for r in results)} recoveries"
     totals += f" ({fills} from live state)"
     verdict = f"{len(broken)} violations" if broken else "no violation"
-    _say(f"{len(results)} seeds, {totals}, {time.monotonic() - began:.1f} s: {verdict}")
+    say(f"{len(results)} seeds, {totals}, {time.monotonic() - began:.1f} s: {verdict}")
     return int(bool(broken))
 
 
 def _tell(result: Result) -> int:
-    _say(*result.story)
-    _say(f"seed {result.seed}: {result.violation or 'no violation'}; transcript {result.digest}")
+    say(*result.story)
+    say(f"seed {result.seed}: {result.violation or 'no violation'}; transcript {result.digest}")
     return int(result.violation is not None)
-
-
-def _say(*lines: str) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Virtual time: events in order, chance from one seed, and a transcript whose digest tells two runs apart.
 
 Nothing here waits. Everything that happens is a function called at its time; ties are broken by the order of asking, so
-the same seed gives the same run. Called by testing.simulator.simulated_job.
+the same seed gives the same run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Links between nodes that are cut, cut in one direction, slow, that repeat and reorder messages; and storage.
 
 A message to a node that cannot be reached is lost, and the sender's link counts as broken: whoever keeps it joins
-anew, as over a connection. Called by testing.simulator.simulated_job.
+anew, as over a connection.
 """
 
 from __future__ import annotations

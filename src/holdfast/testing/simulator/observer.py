@@ -1,7 +1,7 @@
 """Knows what nobody in the cluster can see: the truth about every copy, and the promises that are judged by it.
 
-No decision uses any of this. A promise that does not hold raises Violation with its number in the protocol. Called by
-testing.simulator.simulated_job at the moment that something is said, written or taken away.
+No decision uses any of this. A promise that does not hold raises Violation with its number in the protocol. Called at
+the moment that something is said, written or taken away.
 """
 
 from __future__ import annotations

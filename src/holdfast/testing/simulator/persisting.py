@@ -1,7 +1,4 @@
-"""The way to storage in the simulation: lines of writers, parts, manifest, retention; modelled after keeper.storage.writer_failover.
-
-Called by testing.simulator.simulated_job.
-"""
+"""The way to storage in the simulation: lines of writers, parts, manifest, retention; modelled after keeper.storage.writer_failover."""
 
 from __future__ import annotations
 

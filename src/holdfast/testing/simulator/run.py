@@ -78,8 +78,8 @@ class Striker:
                 self.done["second fault in recovery"] += int(second)
                 return
 
-    def _later(self, undo: Callable[[], None], low: float = 1.0, high: float = 6.0) -> bool:
-        self.job.clock.after(self.job.clock.chance.uniform(low, high), undo)
+    def _later(self, undo: Callable[[], None]) -> bool:
+        self.job.clock.after(self.job.clock.chance.uniform(1.0, 6.0), undo)
         return True
 
     def crash(self) -> bool:
@@ -186,21 +186,15 @@ class Striker:
 
     def outage(self) -> bool:
         """Storage is away."""
-        self.job.storage.down += 1
-
-        def back() -> None:
-            self.job.storage.down -= 1
-
-        return self._later(back)
+        storage = self.job.storage
+        storage.down += 1
+        return self._later(lambda: setattr(storage, "down", storage.down - 1))
 
     def unreadable(self) -> bool:
         """Storage lists its versions, takes new ones, and refuses to read."""
-        self.job.storage.unreadable += 1
-
-        def back() -> None:
-            self.job.storage.unreadable -= 1
-
-        return self._later(back)
+        storage = self.job.storage
+        storage.unreadable += 1
+        return self._later(lambda: setattr(storage, "unreadable", storage.unreadable - 1))
 
     def flip(self) -> bool:
         """A bit of a sealed copy in memory; only its digest can tell."""

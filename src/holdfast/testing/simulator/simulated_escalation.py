@@ -3,7 +3,7 @@
 Faults of a script are modelled as a curse: one rank dies whenever it comes to one step. Half of them lie in the newest
 version and go with it, the others never end. What must hold: who can be helped by an older version gets it before the
 job stops, nobody goes back further without need, a first failure restarts and stops nothing (V4), and no number of
-failures goes on for ever (V2). Called by testing.simulator.simulated_job and testing.simulator.run.
+failures goes on for ever (V2).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Every decision is the real one: NodeLedger and slots say what may be overwritten, Board says what is captured, replicated,
 due and complete, core.recovery.version_choice chooses what to come back from, retention what may go. The shell around them is modelled
-after keeper.coordination.coordinator, keeper.coordination.coordinator_client, keeper.storage.writer and checkpoint.restore.restorer; testing.simulator.observer judges. Called by
-testing.simulator.run, which also strikes.
+after keeper.coordination.coordinator, keeper.coordination.coordinator_client, keeper.storage.writer and
+checkpoint.restore.restorer; testing.simulator.observer judges.
 """
 
 from __future__ import annotations
@@ -191,7 +191,6 @@ class Job:
             self.report(keeper, Reports(abandoned=(told,) if told else ()))
 
     def broken(self, invariant: str, what: str) -> None:
-        """A promise does not hold."""
         raise Violation(invariant, what)
 
     # --- keepers and their coordinator

@@ -1,7 +1,7 @@
 """One node of the simulated cluster: its keeper's memory, and the real NodeLedger that decides about it.
 
 What surrounds the ledger is modelled as keeper.service.save_requests, keeper.slots.keeper_state and keeper.replication.replicator do it: slots are views with digests
-in place of bytes, messages are calls through testing.simulator.network. Called by testing.simulator.simulated_job.
+in place of bytes, messages are calls through testing.simulator.network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Tells what a simulated recovery knows, and whether what it chose is good: the facts for core.recovery, and the truth
 beside.
-
-Called by testing.simulator.simulated_job.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ two.
 A step of a rank is an update that takes a moment, then a note. A rank that is interrupted in between holds nothing that
 may be gone on from. Its device is behind: it has the noted state only a moment later, and if the job breaks off before, it
 has something else for ever, since what is queued runs on behind collectives that were aborted. Who dies loses the live state; its notes stay on its node, and go with that. The choice is
-core.livefill's; the truth about every rank's memory is kept here beside it, and judged (S3, S10, S12, S20). Called by
-testing.simulator.simulated_job.
+core.livefill's; the truth about every rank's memory is kept here beside it, and judged (S3, S10, S12, S20).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A hang, or a lost node, before the real Watch of core.elastic.failure_detector: random workers around it, in virtual time.
 
-V4: who hangs is found, and within its limit; nobody healthy is condemned, whatever the others do meanwhile. Called by
-testing.simulator.run.
+V4: who hangs is found, and within its limit; nobody healthy is condemned, whatever the others do meanwhile.
 """
 
 from __future__ import annotations

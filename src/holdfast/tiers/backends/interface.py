@@ -144,11 +144,9 @@ class Wrapper(ABC):
 
     @property
     def properties(self) -> Properties:
-        """Those of what is wrapped."""
         return self._inner.properties
 
     def prepare(self) -> None:
-        """See Backend."""
         self._call(self._inner.prepare)
 
     def put(
@@ -163,23 +161,18 @@ class Wrapper(ABC):
         self._call(lambda: self._inner.put(name, chunks, stamp=stamp, progress=progress))
 
     def create(self, name: str, data: bytes, *, stamp: str) -> bool:
-        """See Backend."""
         return self._call(lambda: self._inner.create(name, data, stamp=stamp))
 
     def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        """See Backend."""
         return self._call(lambda: self._inner.read(name, offset=offset, length=length))
 
     def read_into(self, name: str, view: memoryview, *, offset: int = 0) -> int:
-        """See Backend."""
         return self._call(lambda: self._inner.read_into(name, view, offset=offset))
 
     def listing(self, directory: str) -> list[tuple[str, int]]:
-        """See Backend."""
         return self._call(lambda: self._inner.listing(directory))
 
     def delete(self, *names: str) -> None:
-        """See Backend."""
         self._call(lambda: self._inner.delete(*names))
 
 

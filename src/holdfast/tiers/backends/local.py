@@ -81,7 +81,6 @@ class LocalBackend:
 
     @property
     def properties(self) -> Properties:
-        """Return what this backend is."""
         return Properties(kind="local", where=str(self._root), has_temporaries=True, lags=self._lags)
 
     def prepare(self) -> None:
@@ -184,7 +183,6 @@ class LocalBackend:
             return bytes(buffer[: posix_io.fill(descriptor, memoryview(buffer), offset)])
 
     def read_into(self, name: str, view: memoryview, *, offset: int = 0) -> int:
-        """Fills `view` from `offset` on; see Backend."""
         with self._translated(name), self._open_old(name) as (descriptor, _):
             return posix_io.fill(descriptor, view, offset)
 
@@ -192,7 +190,7 @@ class LocalBackend:
         """Return whether the file system of this file can tell what is cached; see PageCached."""
         try:
             with self._open_old(name) as (descriptor, _):
-                posix_io.fill_from_cache(descriptor, memoryview(bytearray(1)), 0)
+                posix_io.fill(descriptor, memoryview(bytearray(1)), 0, os.RWF_NOWAIT)
         except OSError as error:
             pass_on(error)
             return error.errno == errno.EAGAIN
@@ -204,7 +202,7 @@ class LocalBackend:
         """Fills `view` from the page cache; see PageCached."""
         with self._translated(name), self._open_old(name) as (descriptor, _):
             try:
-                return posix_io.fill_from_cache(descriptor, view, offset)
+                return posix_io.fill(descriptor, view, offset, os.RWF_NOWAIT)
             except BlockingIOError as error:
                 raise NotCachedError from error
 

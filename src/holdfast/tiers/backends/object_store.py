@@ -96,7 +96,6 @@ class ObjectStoreBackend:
 
     @property
     def properties(self) -> Properties:
-        """Return what this backend is."""
         return Properties(kind="object store", where=self._where, has_temporaries=False)
 
     def prepare(self) -> None:

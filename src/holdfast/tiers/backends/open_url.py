@@ -3,8 +3,6 @@ else.
 
     a directory     LocalBackend                              an error there is final, see `posix_io`
     a bucket        Retrying(Limited(ObjectStoreBackend))     outermost first
-
-Called by `storage.open_storage`, and by `holdfast doctor`, which tries the place before it is used.
 """
 
 from __future__ import annotations

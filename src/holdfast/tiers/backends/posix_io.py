@@ -126,26 +126,15 @@ def _write_all(descriptor: int, unit: memoryview, at: int) -> int:
     return done
 
 
-def fill(descriptor: int, view: memoryview, offset: int) -> int:
-    """Reads into `view` from `offset` until it is full or the file ends; returns the bytes read."""
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done : done + UNIT_BYTES]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
-
-
-def fill_from_cache(descriptor: int, view: memoryview, offset: int) -> int:
-    """Reads as `fill`, from the page cache alone.
+def fill(descriptor: int, view: memoryview, offset: int, flags: int = 0) -> int:
+    """Reads into `view` from `offset` until it is full or the file ends; returns the bytes read.
 
     Raises:
-        OSError: EAGAIN where not all of it is cached; EOPNOTSUPP where the file system cannot tell.
+        OSError: with `RWF_NOWAIT`: EAGAIN where not all of it is cached; EOPNOTSUPP where the file system cannot tell.
     """
     done = 0
     while done < len(view):
-        count = os.preadv(descriptor, [view[done : done + UNIT_BYTES]], offset + done, os.RWF_NOWAIT)
+        count = os.preadv(descriptor, [view[done : done + UNIT_BYTES]], offset + done, flags)
         if count == 0:
             break
         done += count

@@ -49,7 +49,6 @@ class Retrying(Wrapper):
     After a lost reply `create` answers False, "the same was there before", which means success too.
 
     Args:
-        inner: what is called.
         policy: how often.
         sleep: waits so many seconds; a test passes its own.
     """

@@ -8,7 +8,7 @@ outside.
 `read_image` reads hostile bytes: it refuses in well under a second, and nothing is allocated that the header's own
 length does not bound. It does not prove content; `verify` does.
 
-Called by everything that holds bytes. Specification: docs/spec/format.md.
+Specification: docs/spec/format.md.
 """
 
 from __future__ import annotations

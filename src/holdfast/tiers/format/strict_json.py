@@ -5,7 +5,7 @@ refuses doubled names, unknown fields, spare white space and odd escapes without
 content of a file a function of what it says. Texts that stand in files of their own end in a checksum whose place
 never changes between format versions, so a damaged file is told from one of a newer format.
 
-Called by `format`, `manifest` and `storage`. Canonical form: docs/spec/format.md, section 2.
+Canonical form: docs/spec/format.md, section 2.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Budget:
         ledger[self._me], ledger[self._me + _TO_COME] = self.used, self._to_come
 
     def _check(self, num_bytes: int, what: str, ledger: dict[str, int]) -> None:
-        group = {name: size for name, size in ledger.items() if self._same_group(name)}
+        group = {name: size for name, size in ledger.items() if name.startswith(self._group + ":")}
         others = sum(size for name, size in group.items() if name != self._me and not name.endswith(_TO_COME))
         to_come = sum(size for name, size in group.items() if name.endswith(_TO_COME))
         available = max(0, read_limits().available - to_come)
@@ -140,9 +140,6 @@ class Budget:
             )
         # Without what is available: that changes from one moment to the next, and an alarm that repeats is told once.
         raise MemoryRefused(told, remedy=f"set HOLDFAST_MEMORY_BUDGET to {needed} bytes or more")
-
-    def _same_group(self, name: str) -> bool:
-        return name.startswith(self._group + ":")
 
     @contextmanager
     def _ledger(self) -> Iterator[dict[str, int]]:

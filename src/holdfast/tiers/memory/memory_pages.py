@@ -3,8 +3,7 @@
 By 4 KiB a GiB takes 0.4 to 0.6 s to allocate and 0.1 s to map once more; by 2 MiB 0.04 s and under 1 ms. Whether shared
 memory gets huge pages is a setting of the whole machine, which is read here and never changed.
 
-All calls release the interpreter while the kernel works, so several threads may work on one mapping. Used by
-`tiers.memory.slots`; `cli.doctor` and `cli.planning.plan` say what the setting is.
+All calls release the interpreter while the kernel works, so several threads may work on one mapping.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Every slot is cut into runs; a thread takes the next run of the earliest turn, whosever slot it is. So the first slot of
 every rank is there before the second of any, and one rank alone is served by all threads. The threads begin with the
 first slot and end with the last; a run takes a fraction of a second, and `stop` waits for the runs in hand.
-
-Called by `keeper.slots.slot_pool`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ lack of memory is an error here and not a SIGBUS there; every process that maps 
 Invariants: a slot has no prefix before its last page is there, and without one nobody adopts it; the header is
 invalidated before the first payload byte of a version is written, and written after the last one (by the keeper only); a
 header that is half written reads as empty; one whose bytes changed raises CorruptError.
-Layout and field list: docs/spec/keeper.md. Called by `keeper` (both ends) and, through it, by `checkpoint`.
+Layout and field list: docs/spec/keeper.md.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class SlotHeader:
     Attributes:
         job: digest of the job; a slot of another job is never adopted.
         rank: whose bundles these are.
-        version: of which version.
         layout: layout fingerprint of the job when it was captured, `""` if it was not known yet.
         durable: whether the trainer asked for this version to be persisted.
         images: the images, in order of offset.

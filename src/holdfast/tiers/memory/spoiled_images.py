@@ -1,7 +1,4 @@
-"""Finds damage of images that stay in memory from version to version, so that none is handed on for ever.
-
-Called by `keeper.slots.sealer` of a rank's own images, and by `keeper.replication.kept_images` of replicas.
-"""
+"""Finds damage of images that stay in memory from version to version, so that none is handed on for ever."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ class LeaseLock:
     """The lock of one prefix, as one user of it in this process sees it.
 
     Args:
-        backend: where.
         renew_s: between two beats.
         lease_s: a beat that does not change for so long is that of a dead holder.
     """
@@ -165,7 +164,6 @@ class LeaseLock:
         return 0, {}
 
     def _numbers(self) -> list[int]:
-        """Returns the numbers of all locks, ascending."""
         return sorted(int(name) for name, _ in self._backend.listing(LOCKS) if name.isdecimal())
 
     def _write(self, number: int, data: bytes) -> None:

@@ -9,7 +9,7 @@ of the image would. Encrypting runs two chunks ahead of the disk, in ten buffers
 chunk is copied there first, so what is proved, what the nonce follows from and what is encrypted are the same bytes. What
 a reader gets is either authenticated or an error. The digests of what is read are checked above, by `storage`.
 
-Specification of the trailer: docs/spec/format.md, section 6. Used by `storage` alone.
+Specification of the trailer: docs/spec/format.md, section 6.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ class BundleFiles:
     """Reads and writes the files of one job's bundles.
 
     Args:
-        backend: where they lie.
         key: what new ones are encrypted with, and old ones opened; None writes plain files.
         job_id: asks for the job, when a key is needed.
     """
@@ -141,14 +140,8 @@ class BundleFiles:
     def read_into(
         self, version: Version, file: BundleFile, view: memoryview, *, offset: int = 0, cached: bool = False
     ) -> int:
-        """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file.
-
-        Args:
-            version: whose file it is.
-            file: what the manifest says of it.
-            view: what is filled.
-            offset: in the image.
-            cached: from the page cache of this machine alone; the backend is PageCached.
+        """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file. `cached`: from the page
+        cache of this machine alone; the backend is PageCached.
 
         Raises:
             CorruptError: the file is missing, or an encrypted chunk does not open. ConfigError: the key is another.

@@ -2,7 +2,7 @@
 
 The other place is a job of its own with the same bytes and the same lineage: it can be restored from, listed and verified
 like any. Doing it twice is doing it once. What another job has there is left alone, and what a job has that went on there. Memory: one
-bundle. The caller holds the version at the source meanwhile. Called by `checkpoint.save.extra_places` for `save(also_to=...)`.
+bundle. The caller holds the version at the source meanwhile.
 """
 
 from __future__ import annotations

@@ -128,11 +128,7 @@ def claim_job(backend: Backend, *, kin: str = "") -> str:
 
 
 class Incarnations:
-    """The incarnations that were registered under one root, and what they resumed from.
-
-    Args:
-        backend: where their records lie.
-    """
+    """The incarnations that were registered under one root, and what they resumed from."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -4,7 +4,7 @@ A manifest is one root file and one part per line of writers (core.takeover). A 
 whoever wrote them; the root lists the parts with their digests, and its existence is the commit. Content is determined by
 the version alone: no clock, no host, no writer. Two committers of one version write the same bytes.
 
-Called by `storage`, which reads and writes the files. Specification: docs/spec/format.md, section 5.
+Specification: docs/spec/format.md, section 5.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all bundle files."""
         return sum(bundle.length for bundle in self.bundles)
 
 

@@ -3,8 +3,6 @@
 No read of such a place can be ended: its thread stays until the kernel answers. So everything is read in threads that are
 daemons, and the one that waits gives up when nothing arrived for long. What arrives later is dropped: a thread that was
 given up writes to nothing but a buffer of its own.
-
-Called by `checkpoint.restore`, and by `checkpoint.checkpointer`, `checkpoint.job.bootstrap` and `keeper.rpc.paths` for what comes before.
 """
 
 from __future__ import annotations

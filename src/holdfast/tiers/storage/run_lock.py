@@ -9,7 +9,7 @@ machine, it is waited for so long.
 The lock belongs to the open file, so whoever else reads the whole directory in this process (a copy, an upload) opens and
 closes the file and drops nothing. A forked child (a data loader's worker) has the open file too, and would keep the lock
 when its parent is dead: it closes it first of all. A kernel without such locks (gVisor) has those of a process, F_SETLK, which
-such a reader drops. Called by `storage`.
+such a reader drops.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ that was killed, and another one reads its chunk. Nothing is believed because of
 the file refuses (a full disk, no locks left), a chunk is read from storage a second time, and that is all.
 
 A forked child has the open file too, and would keep the lock when its parent is dead: it closes it first of all.
-
-Called by `tiers.storage.unread_chunks`.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class SharedReads:
 
     Args:
         path: the file, in a directory of this user alone; the same for all of them, and of this restore alone.
-        plan: who reads what.
         timeout_s: how long a chunk may take that another process reads.
 
     Raises:
@@ -77,14 +74,8 @@ class SharedReads:
     def read(
         self, bundle_id: str, index: int, cached: Callable[[], T | None], stored: Callable[[], T], where: str
     ) -> T:
-        """Read a chunk: from the page cache if somebody has read it, else from storage while the others wait.
-
-        Args:
-            bundle_id: whose.
-            index: its number there.
-            cached: reads it from the page cache; None: not all of it is there.
-            stored: reads it from storage.
-            where: the file, for the error.
+        """Read a chunk: from the page cache if somebody has read it, else from storage while the others wait. `cached`
+        returns None where the page cache has not all of it; `where` is the file, for the error.
 
         Raises:
             StorageBusy: another process reads it, and does not end in time. Else what the two functions raise.

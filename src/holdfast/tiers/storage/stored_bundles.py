@@ -102,7 +102,6 @@ class StoredBundles:
     Neighbours are those that are committed: what lies between two of them may never be.
 
     Args:
-        backend: where they lie.
         files: how each lies there.
         events: counts `storage_written_bytes`, `storage_linked_bytes` and `storage_read_bytes` (images), `cache_read_bytes` (images, read from the
             page cache alone) and `storage_record_read_bytes` (headers and values).
@@ -314,13 +313,7 @@ class StoredBundles:
         self, version: Version, file: BundleFile, index: int, chunk: memoryview, *, cached: bool = False
     ) -> str:
         """Fills `chunk` with chunk `index` and proves it while it is in the processor's cache; returns its digest.
-
-        Args:
-            version: whose file it is.
-            file: what the manifest says of it.
-            index: number of the chunk.
-            chunk: what is filled.
-            cached: from the page cache of this machine alone, see `has_page_cache`; counted as `cache_read_bytes`.
+        `cached`: from the page cache of this machine alone, see `has_page_cache`; counted as `cache_read_bytes`.
 
         Raises:
             CorruptError: missing, cut short, or damaged; names the bytes. NotCachedError: the page cache has not all of it.
@@ -345,12 +338,8 @@ class StoredBundles:
         return isinstance(self._backend, PageCached) and self._backend.has_page_cache(f"{version}/{file}")
 
     def streams(self, num_bytes: int, done: Callable[[int], None], *, buffered: bool = False) -> Streams:
-        """Streams to read so many bytes by; one, in the caller's thread, if they are few.
-
-        Args:
-            num_bytes: of all that is read.
-            done: as for `Streams`.
-            buffered: each needs a buffer, so that they must not be many where little is read.
+        """Streams to read so many bytes by; one, in the caller's thread, if they are few. `buffered`: each needs a
+        buffer, so that they must not be many where little is read.
         """
         is_in_place = self._backend.properties.kind == "local" and not buffered
         at_once = MOST_STREAMS if is_in_place else requests_at_once(num_bytes)
@@ -359,12 +348,7 @@ class StoredBundles:
     @in_place
     def verify(self, version: Version, file: BundleFile, progress: Callable[[int], None] | None = None) -> None:
         """Reads a bundle's file and proves its content, in the memory of a few chunks. Without the key of an encrypted
-        one, that it holds what was written.
-
-        Args:
-            version: whose file it is.
-            file: what the manifest says of it.
-            progress: called with the bytes of each chunk that was proved.
+        one, that it holds what was written. `progress` is called with the bytes of each chunk that was proved.
 
         Raises:
             CorruptError: missing or damaged; names the bytes.

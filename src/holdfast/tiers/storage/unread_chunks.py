@@ -2,8 +2,7 @@
 
 `open_bundle` reads and proves the chunks with the header and the values. They lie in an address range as large as the image,
 in which nothing else is touched, so it takes no other memory. All other chunks are read when they are wanted, several
-at once. No byte is handed over before its chunk is proved. Called by `checkpoint.restore.storage_source`; what is
-unread is read by `checkpoint.restore.tensor_fill`.
+at once. No byte is handed over before its chunk is proved. What is unread is read by `checkpoint.restore.tensor_fill`.
 """
 
 from __future__ import annotations

@@ -17,11 +17,7 @@ HELD = "held"
 
 
 class Marks:
-    """The marks of versions under one root.
-
-    Args:
-        backend: where they lie.
-    """
+    """The marks of versions under one root."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -35,7 +31,6 @@ class Marks:
         self._backend.delete(f"{PINNED}/{version}")
 
     def pins(self) -> set[Version]:
-        """The pinned versions."""
         return self._marked(PINNED)
 
     def keep(self, version: Version) -> None:
@@ -43,7 +38,6 @@ class Marks:
         self._backend.create(f"{KEPT}/{version}", b"", stamp=make_stamp(version.incarnation))
 
     def kept(self) -> set[Version]:
-        """The versions that are kept for their time."""
         return self._marked(KEPT)
 
     def hold(self, version: Version, stamp: str) -> None:

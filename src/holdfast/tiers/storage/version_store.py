@@ -66,12 +66,8 @@ PARTS_AT_ONCE, FEW_PARTS = 32, 4
 
 
 def open_storage(url: str | Path, events: Events, *, encryption: KeySource | None = None) -> Storage:
-    """The storage behind a path, a `file://` URL, or a bucket's URL. Touches nothing yet.
-
-    Args:
-        url: where.
-        events: see Storage.
-        encryption: where the key comes from; None is what the settings of this process say.
+    """The storage behind a path, a `file://` URL, or a bucket's URL. Touches nothing yet. `encryption`: where the key
+    comes from; None is what the settings of this process say.
 
     Raises:
         ConfigError: a scheme that this release does not know, obstore is missing, or the key cannot be had.
@@ -84,7 +80,6 @@ class Storage:
     """The versions of one job under one root.
 
     Args:
-        backend: where the bytes go.
         events: counts `storage_record_read_bytes` (manifests), and what StoredBundles does.
         key: what bundle files are encrypted with, and manifests are authenticated.
         key_required: with a key, whether a version that is not authenticated with it counts as damaged.
@@ -344,11 +339,8 @@ class Storage:
             )
 
     def retire(self, version: Version, *, permit: Callable[[], None] = lambda: None) -> None:
-        """Removes a committed version: first the commit, durably, then the files that it lists.
-
-        Args:
-            version: which.
-            permit: asked when all is known, right before the commit goes; what it raises keeps the version.
+        """Removes a committed version: first the commit, durably, then the files that it lists. `permit` is asked when
+        all is known, right before the commit goes; what it raises keeps the version.
 
         Raises:
             UsageError: it is pinned. InUse: it is held.
@@ -383,12 +375,9 @@ class Storage:
     def discard(self, version: Version, *, permit: Callable[[], None] = lambda: None) -> None:
         """Removes what is left of a version that was never committed, or whose retirement was interrupted.
 
-        Files go that an intact part lists, intact parts, and images that name the bundle that their file is named after.
-        Everything else stays, and with it the directory. The caller knows that nobody is still writing the version.
-
-        Args:
-            version: which.
-            permit: as for `retire`.
+        Files go that an intact part lists, intact parts, and images that name the bundle that their file is named
+        after. Everything else stays, and with it the directory. The caller knows that nobody is still writing the
+        version. `permit` is asked as by `retire`.
 
         Raises:
             UsageError: it is committed.

@@ -1,7 +1,7 @@
 """Tells whether this thread holds a condition, or the lock of one.
 
 The interpreter notes the owner of the lock in the step that takes it. An owner that is noted by us would be wrong for a
-signal's handler that strikes in between. Used by `checkpoint`.
+signal's handler that strikes in between.
 """
 
 from __future__ import annotations

@@ -77,10 +77,8 @@ class Credentials:
     """Proof of one process's role in one job. Implements wire.Security.
 
     Args:
-        secret: the job's.
         role: what this process is; a peer may do what its role allows.
         job: digest of the job (Place.job).
-        node: label of this node.
     """
 
     def __init__(self, secret: bytes, *, role: str, job: str, node: str) -> None:
@@ -139,7 +137,6 @@ class TlsLink:
 
     @property
     def has_more(self) -> bool:
-        """Answer as wire.Link does."""
         with self._lock:
             return self.sock.pending() > 0
 
@@ -156,7 +153,6 @@ class TlsLink:
             raise Blocked(select.POLLIN) from None
 
     def receive(self, num_bytes: int) -> tuple[bytes, list[int], bool]:
-        """Receive as wire.Link does."""
         head = bytearray(num_bytes)
         count = self.receive_into(memoryview(head))
         return bytes(head[:count]), [], False

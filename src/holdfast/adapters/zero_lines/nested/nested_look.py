@@ -37,11 +37,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Lost:
-    """Stands for a value that cannot be brought back; whoever uses it is told.
-
-    Args:
-        name: what the script calls it.
-    """
+    """Stands for a value that cannot be brought back; whoever uses it is told."""
 
     __slots__ = ("_name",)
 
@@ -70,7 +66,6 @@ class Entry:
     """A loop that runs.
 
     Attributes:
-        site: which one.
         frame: where it stands.
         items: what it goes over; set when it begins.
         taken: of an outer loop the items that are done, of the innermost those that were taken.
@@ -110,11 +105,7 @@ class Entry:
 
 
 class Untouched:
-    """Sees whether modules that are kept are used between two loops: a restart has them there as a later step left them.
-
-    Args:
-        modules: those that are kept.
-    """
+    """Sees whether modules that are kept are used between two loops: a restart has them there as a later step left them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._parts = {id(part): part for module in modules for part in module.modules()}
@@ -153,7 +144,6 @@ class Looker:
     """Looks at everything below the names of a script.
 
     Args:
-        nest: its loops.
         kept: objects that hand out their state.
         frame: where the outermost loop stands.
         modules: names of the script's own modules, if the loops stand in one of these.

@@ -364,7 +364,6 @@ class _Count:
         self.steps += 1
 
     def close(self) -> None:
-        """Counts no more."""
         self._handle.remove()
 
 
@@ -372,12 +371,9 @@ class _Run:
     """One run of a script's loops that is kept.
 
     Args:
-        nest: the loops.
         root: directory or URL of the checkpoints.
         found: what is kept.
-        looker: looks at all of it.
         outermost: the loop that began first.
-        group: the ranks.
         events: told `script_kept` and `script_refused`.
 
     Attributes:

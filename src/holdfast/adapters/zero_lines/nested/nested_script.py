@@ -36,7 +36,7 @@ from holdfast.adapters.zero_lines.script_text import (
     words_in,
 )
 from holdfast.checkpoint.usage.cleared_gradients import Event, read
-from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, last_name, names_of_start
+from holdfast.checkpoint.usage.clock_names import clock_names, finds_files, names_of_start
 from holdfast.checkpoint.usage.name_flow import (
     CLOCKS,
     Function,
@@ -46,6 +46,7 @@ from holdfast.checkpoint.usage.name_flow import (
     defined,
     keeps_names,
     keeps_names_of_others,
+    last_name,
     loaded,
     own,
     stored,
@@ -142,11 +143,8 @@ class Nest:
 
 
 def find_nested(source: str, others: Sequence[ast.Module] = ()) -> Nest | str:
-    """Returns the loops, or why there are none that can be kept.
-
-    Args:
-        source: the text.
-        others: texts of other modules of the script, with functions that its loops may call.
+    """Returns the loops, or why there are none that can be kept. `others`: texts of other modules of the script, with
+    functions that its loops may call.
 
     Raises:
         SyntaxError: it is no Python.
@@ -274,7 +272,7 @@ class _PlainLoops(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> ast.stmt:
         self.generic_visit(node)
-        if id(node) in self._loops and not _has_plain_names(node):
+        if id(node) in self._loops and not all(isinstance(part, ast.Name) for part in _targets(node.target)):
             name, target = f"__holdfast_item_{node.lineno}__", node.target
             node.target = ast.copy_location(ast.Name(name, ast.Store()), target)
             given = ast.copy_location(ast.Assign([target], ast.Name(name, ast.Load())), target)
@@ -312,10 +310,6 @@ def _why_not(tree: ast.Module, loop: ast.For | ast.While) -> str:
     if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(scope_of(tree, loop))):
         return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
     return ""
-
-
-def _has_plain_names(loop: ast.For) -> bool:
-    return all(isinstance(node, ast.Name) for node in _targets(loop.target))
 
 
 def _targets(node: ast.expr) -> Iterator[ast.expr]:
@@ -517,7 +511,7 @@ def _reads_gradients(tree: ast.Module, loop: ast.For) -> bool:
     """Tell whether gradients are read, or added to, outside of a loop."""
     inside = {id(node) for node in ast.walk(loop)}
     for node in ast.walk(tree):
-        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        word = last_name(node)
         if id(node) not in inside and (word in _GRADIENTS or "grad_norm" in word or "grad_value" in word):
             return True
     around = (
@@ -573,11 +567,8 @@ def _watch(call: ast.Call, line: int, *, ends: bool) -> None:
 
 
 def _taken(names: Sequence[str], lives: Sequence[str] | None = None) -> str:
-    """Returns the lines that set names to what a version has, and delete those that the script had not set, or had deleted.
-
-    Args:
-        names: all of them.
-        lives: those that a step need not set; None: all.
+    """Returns the lines that set names to what a version has, and delete those that the script had not set, or had
+    deleted. `lives`: those that a step need not set; None: all.
     """
     deleted = (f"    if {HOOK}.absent({name!r}):\n        del {name}\n" for name in (names if lives is None else lives))
     return f"    {', '.join(names)}, = {HOOK}.take()\n" + "".join(deleted)

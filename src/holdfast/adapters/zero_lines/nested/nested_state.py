@@ -41,10 +41,8 @@ class NestedState(Doubts):
     """Holds what a version has besides the objects.
 
     Args:
-        nest: the loops of the script.
         outermost: the one that began first.
         began: numbers and texts that the loops read, as they were then.
-        group: the ranks.
 
     Attributes:
         restored: the version that was loaded; None if there is none.
@@ -290,11 +288,8 @@ class NestedState(Doubts):
         return living_gradients.UNSURE if gradients is None else ""
 
     def _other_numbers(self, state: Mapping[str, Any], *, begun: bool) -> str:
-        """Returns the generators whose numbers are others than in the run that saved, of those that the items may come from.
-
-        Args:
-            state: of the version.
-            begun: whether items may have been drawn before the loop was entered.
+        """Returns the generators whose numbers are others than in the run that saved, of those that the items may come
+        from. `begun`: whether items may have been drawn before the loop was entered.
         """
         saved = {name: Generator(*told) for name, told in (state.get("generators") or {}).items()}
         if not saved:  # of a release that noted all in one

@@ -389,7 +389,6 @@ class _StandIn:
     """A loader, as an iterator sees it while its workers are made.
 
     Args:
-        loader: the loader.
         init: is called in each worker.
         saved: what is noted of the workers in the run that saved; None: they begin as torch has it.
 

@@ -82,7 +82,6 @@ class Noting(WorkerInit):
     Args:
         init: the loader's own; None if it has none.
         slots: of the workers, by number.
-        reach: looks.
     """
 
     def __init__(self, init: Callable[[int], Any] | None, slots: Sequence[Slot], reach: Reach) -> None:

@@ -14,7 +14,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from holdfast.checkpoint.usage.in_place import is_writing
-from holdfast.checkpoint.usage.name_flow import Function, own, stored
+from holdfast.checkpoint.usage.name_flow import Function, last_name, own, stored
 
 _LIBRARIES = {"torch", "numpy", "math"}
 _READING = {
@@ -104,7 +104,7 @@ def _defaults(arguments: ast.arguments) -> list[ast.expr]:
 
 def _only_reads(call: ast.Call, libraries: dict[str, str]) -> bool:
     """Tell whether a function surely leaves alone what it is given."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    name = last_name(call.func)
     if any(word.arg in ("out", "inplace", "copy", None) for word in call.keywords):
         return False
     if any(isinstance(part, ast.Constant) and part.value is True for part in call.args):  # F.relu(x, True)

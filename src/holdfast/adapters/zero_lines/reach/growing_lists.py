@@ -123,11 +123,8 @@ def apart(value: Any) -> Any:
 
 
 def brought(value: dict[str, Any], there: Any = None) -> Any:
-    """Returns the container that was stored.
-
-    Args:
-        value: as a version has it.
-        there: what stands in its place. Its tensors and arrays that were the same objects since the loop began are filled and used.
+    """Returns the container that was stored. Tensors and arrays of what stands in its place, `there`, that were the
+    same objects since the loop began are filled and used.
     """
     old = there.parts if isinstance(there, Grown) else ()
     same = {place + i: old[was + i] for place, was, count in value["same"] for i in range(count) if was + i < len(old)}

@@ -65,12 +65,8 @@ def same(stored_value: dict[str, Any]) -> dict[str, Any]:
 
 
 def brought(value: Any, there: Any = None) -> Any:
-    """Returns what was stored; every other value as it is.
-
-    Args:
-        value: as a version has it.
-        there: the tensor or array that stands in its place. It is filled and returned if what was stored was one object since
-            the loop began; else a new one is made.
+    """Returns what was stored; every other value as it is. The tensor or array that stands in its place, `there`, is
+    filled and returned if what was stored was one object since the loop began; else a new one is made.
     """
     if type(value) is not dict or _KEY not in value:
         return value

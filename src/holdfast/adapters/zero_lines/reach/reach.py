@@ -88,7 +88,7 @@ class Reach:
             carried: names that are set anew by a restart.
             home: name of the module in which the loop stands; empty: it stands in the script itself.
         """
-        walk = Walk(self._is_users, hidden, self._kept, local, self._told)
+        walk = Walk(self.is_of_user_module, hidden, self._kept, local, self._told)
         walk.found.owners[""] = Owner(main.__setitem__, main.pop)
         walk.carried = frozenset(carried)
         walk.counted, walk.may_begin = self.counted, self.may_begin
@@ -129,7 +129,7 @@ class Reach:
         Args:
             things: by name. What `functools.lru_cache` holds for them counts as something that is kept.
         """
-        walk = Walk(self._is_users, frozenset(), (), {}, {})
+        walk = Walk(self.is_of_user_module, frozenset(), (), {}, {})
         main = vars(sys.modules["__main__"])
         walk.found.owners[""] = Owner(main.__setitem__, main.pop)
         walk.strict = True
@@ -163,17 +163,14 @@ class Reach:
 
     def is_of_user(self, value: Any) -> bool:
         """Tell whether the class of a value, or one that this is made from, is the user's."""
-        return any(self._is_users(kind.__module__) for kind in type(value).__mro__)
-
-    def is_of_user_module(self, name: str) -> bool:
-        """Tell whether a module is the user's."""
-        return self._is_users(name)
+        return any(self.is_of_user_module(kind.__module__) for kind in type(value).__mro__)
 
     def _some(self, names: Iterable[str], *, is_used: bool) -> list[str]:
         """Lists in order the names that the loop uses, or those that it does not."""
         return sorted(str(name) for name in names if (name in self._used) is is_used)
 
-    def _is_users(self, module: str) -> bool:
+    def is_of_user_module(self, module: str) -> bool:
+        """Tell whether a module is the user's."""
         known = self._users.get(module)
         if known is None:
             top = module.partition(".")[0]

@@ -81,7 +81,6 @@ class Round:
 
     Attributes:
         version: what the job has to restore first, because the operator named it, or `NO_WISH`; empty once it has restored.
-        heartbeats: of the agents of the round.
     """
 
     def __init__(
@@ -280,11 +279,8 @@ class Heartbeats:
         self._longest_s: dict[int, float] = {}
 
     def beat(self, now: float, *, stuck: bool = False) -> dict[int, float]:
-        """Leaves our beat and looks at others', once a second: the leader at all, the rest at the leader.
-
-        Args:
-            now: monotonic.
-            stuck: whether all ranks of this agent stand in collectives for long.
+        """Leaves our beat and looks at others', once a second: the leader at all, the rest at the leader. `stuck`: all
+        ranks of this agent stand in collectives for long.
 
         Returns:
             Group rank -> seconds since a beat of it was new, of those that ever had one and missed one.

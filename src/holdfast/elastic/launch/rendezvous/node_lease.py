@@ -3,7 +3,7 @@
 A meeting may last for minutes, while a replacement of another node is waited for: then a thread renews the claim.
 
 Decisions are `core.elastic.node_lease`. Keys: `holdfast.nodes/<name>`. A launcher whose node has no name of its own (two may run
-on one host) makes no claim, and a rendezvous without a store that outlives its rounds has none. Used by `elastic.launch.agent`.
+on one host) makes no claim, and a rendezvous without a store that outlives its rounds has none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Identity:
     """Is the identity of one launcher.
 
     Args:
-        name: the node's.
         guard_s: how long a silent holder of the name is waited for.
     """
 

@@ -4,7 +4,8 @@ The leader has one to every other launcher, the others have one to the leader; t
 keep ready (`elastic.launch.rendezvous.standby_store`). A connection that ends proves little by itself, as firewalls and routers end some too. So
 the address is knocked at again: who refuses is gone, who accepts lives, and who says nothing is left to its beats.
 
-Nothing here waits but for the name of a machine, once. Used by `elastic.launch.rendezvous.store_failover`, one thread. What it means that a launcher is gone says `core.elastic.lost_node`.
+Nothing here waits but for the name of a machine, once. One thread uses it. What it means that a launcher is gone says
+`core.elastic.lost_node`.
 """
 
 from __future__ import annotations

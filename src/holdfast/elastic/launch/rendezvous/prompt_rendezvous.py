@@ -9,7 +9,7 @@ events. That is some milliseconds, and seconds on a node that has no processor t
 each finds the state changed by the other's sign of life, and all begin again, for minutes.
 
 It uses names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` that are not public; they are the same from
-torch 2.11 to 2.15. Used by `elastic.launch.rendezvous.store_failover`.
+torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Torch's store has no deadline of its own against a host that is frozen: its cons
 ever. So strangers' stores are dialled in threads that may be left behind, and a launcher whose own store is silent for
 `DEAF_S` is woken by cutting its connection: its call raises then, as after the death of the host.
 
-The watch is one thread per launcher of a job with several nodes. Keys: `USES` in every store. Used by `elastic.launch.rendezvous.store_failover`.
+The watch is one thread per launcher of a job with several nodes. Keys: `USES` in every store.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class StandbyStore:
     Args:
         host: the name or address of this node as others know it.
         bind: the address to listen on; empty: all, as torch's own stores do.
-        endpoint: of the job.
     """
 
     def __init__(self, host: str, bind: str, endpoint: str) -> None:
