@@ -114,6 +114,7 @@ def test_help_shows_examples(holdfast: Run) -> None:
 def test_run_takes_every_argument_as_it_is(holdfast: Run) -> None:
     answer = holdfast("run", "--help")
     assert answer.returncode == 0
+    assert answer.stdout.count("usage:") == 1, "said once, though the arguments are looked at twice"
     for flag in ("--nproc-per-node", "--rdzv-endpoint", "--max-restarts", "--checkpoint-dir", "--node-label"):
         assert flag in answer.stdout
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import math
 import os
@@ -159,8 +160,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def checkpoint_dir(argv: Sequence[str] | None = None) -> str:
     """Return what `--checkpoint-dir` says; empty where nothing can be read, which `main` then tells."""
+    unheard = io.StringIO()
     try:
-        return absolute_root(str(build_parser().parse_known_args(argv)[0].checkpoint_dir or ""))
+        with contextlib.redirect_stdout(unheard), contextlib.redirect_stderr(unheard):
+            return absolute_root(str(build_parser().parse_known_args(argv)[0].checkpoint_dir or ""))
     except SystemExit:
         return ""
 

@@ -313,9 +313,8 @@ class Server:
             waiting = [
                 c for c in known if c.hello is None and c.is_remote == connection.is_remote and not c.channel.is_cut
             ]
-            if (
-                len(waiting) >= frames.MAX_CONNECTIONS
-            ):  # who left before a thread came to it on a busy machine takes no place
+            # Who left before a thread came to it, on a busy machine, takes no place. Of other nodes the oldest gives way anyhow.
+            if len(waiting) >= frames.MAX_CONNECTIONS and not connection.is_remote:
                 for gone in [c for c in waiting if c.channel.is_left]:
                     gone.channel.abort()
                     waiting.remove(gone)
