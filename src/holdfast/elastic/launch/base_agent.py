@@ -8,6 +8,7 @@ for that. Who of them hangs is not waited for (`_hang`), and `elastic.processes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -86,18 +87,14 @@ class BaseAgent(LocalElasticAgent):
                 continue
             self._told.add(pid)
             for each in (handed_on(number), signal.SIGCONT):
-                try:
+                with contextlib.suppress(ProcessLookupError):  # it ended
                     os.kill(pid, each)
-                except ProcessLookupError:
-                    pass  # it ended
 
     def kill(self) -> None:
         """Kills the workers and all that they started."""
         for pid in self._unreaped():
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it ended
                 os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it ended
 
     def safe(self) -> str:
         """Returns what was saved, as far as workers told."""

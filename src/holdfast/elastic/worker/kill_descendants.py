@@ -7,6 +7,7 @@ shared memory under the same name could not start. So they are given a moment fi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -39,10 +40,8 @@ def kill_group(group: int) -> None:
     deadline = time.monotonic() + CLEAN_S
     while cleaners & set(_members(group)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    try:
+    with contextlib.suppress(ProcessLookupError):  # all have ended
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all have ended
 
 
 def _members(group: int) -> list[int]:
