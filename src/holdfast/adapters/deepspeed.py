@@ -43,7 +43,6 @@ from holdfast.checkpoint.job import collectives
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.19.8",)
 # Below the directory that the script gives to DeepSpeed.
 OWN = "holdfast"
 LATEST = "latest"

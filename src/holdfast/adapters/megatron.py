@@ -37,7 +37,6 @@ from holdfast.checkpoint.job import collectives
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.16.1",)
 OWN = "holdfast"
 
 

@@ -41,7 +41,6 @@ from holdfast.core.model import Level, Version
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("2.60.0",)
 # Below the directory of the run; and the file in a pointer's directory.
 OWN = "holdfast"
 POINTER = "holdfast.json"

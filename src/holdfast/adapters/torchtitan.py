@@ -44,7 +44,6 @@ from holdfast.core.model import Version
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.3.0",)
 # Below TorchTitan's own folder of checkpoints.
 OWN = "holdfast"
 # Name in the saved train state of what the run began with.

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -243,7 +243,8 @@ def storage_checks(root: Path) -> Iterator[Check]:
         place = root / TEMPORARY
     with ExitStack() as stack:
         try:
-            directory = stack.enter_context(trial_directory(place))
+            trial = tempfile.TemporaryDirectory(prefix=".holdfast-doctor-", dir=place, ignore_cleanup_errors=True)
+            directory = Path(stack.enter_context(trial))
         except OSError as error:  # a full file system, or one that the kernel makes up
             remedy = translate(error, str(place)).remedy
             yield Check("rights", PROBLEM, f"nothing can be made in {place}: {error.strerror}", remedy)
@@ -304,16 +305,6 @@ def bucket_round_trip(backend: Backend) -> Check:
 def nearest_existing(path: Path) -> Path:
     """`path`, or the nearest of its parents that exists."""
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
-
-
-@contextmanager
-def trial_directory(place: Path) -> Iterator[Path]:
-    """A directory of our own that is gone afterwards."""
-    directory = Path(tempfile.mkdtemp(prefix=".holdfast-doctor-", dir=place))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def ownership(root: Path) -> Check:

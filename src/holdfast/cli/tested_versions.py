@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PYTHON, TORCH = "python", "torch"
+PYTHON = "python"
 _FILE = Path(__file__).with_name("tested.json")
 
 

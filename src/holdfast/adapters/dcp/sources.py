@@ -5,7 +5,6 @@ Both choose a version, tell what it holds, and fill boxes of its tensors with by
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -29,8 +28,6 @@ from holdfast.tiers.format.values import TensorRef
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.manifest import BundleFile
 from holdfast.tiers.storage.version_store import open_storage
-
-logger = logging.getLogger(__name__)
 
 # A tensor to fill, and where its pieces are.
 Wanted: TypeAlias = tuple[LiveTensor, Sequence[Place]]

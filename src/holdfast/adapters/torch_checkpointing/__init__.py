@@ -41,7 +41,6 @@ from holdfast.checkpoint.job import collectives
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.1.1",)
 # Below the directory in which the library's checkpoints lie.
 OWN = "holdfast"
 _NAME = "torch_checkpointing"

@@ -78,7 +78,6 @@ class _Group:
         elements: dict[int, npt.NDArray[np.int64]],
     ) -> None:
         self.numbers = np.array(numbers, dtype=np.intp)
-        self._size = size
         spots = np.array([SPOTS + tensor.nbytes // SPOT_BYTES for tensor in tensors], dtype=np.intp)
         self.firsts = np.cumsum(spots) - spots
         self.owners = np.repeat(np.arange(len(tensors)), spots)

@@ -411,10 +411,8 @@ def _ask(interface: Device, streams: list[torch.Stream], found: list[torch.Event
     for stream in streams:
         try:
             with interface.guard(stream.device), stream:
-                try:
+                with contextlib.suppress(torch.OutOfMemoryError):  # a full device is not a broken one
                     torch.ones(1, device=stream.device)  # a kernel that fills
-                except torch.OutOfMemoryError:
-                    pass  # a full device is not a broken one
                 found.append(interface.record(stream))
         except RuntimeError as error:
             pass_on(error)

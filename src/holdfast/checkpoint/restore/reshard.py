@@ -15,7 +15,6 @@ Nothing is applied here, and a round that fails leaves only tensors that the nex
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,8 +52,6 @@ from holdfast.core.recovery.version_choice import Choice, Facts, Fetch
 from holdfast.core.recovery.version_choice import Source as SourceKind
 from holdfast.keeper.rpc.client import Located
 from holdfast.tiers.format.image import CHUNK_BYTES
-
-logger = logging.getLogger(__name__)
 
 # Values of a version that belong to no object.
 _OF_THE_SAVE = ("info", "carried", "gradients", "frozen_or_thawed", "modes_and_dropout", EXCLUDED, MEMORY_ORDER)

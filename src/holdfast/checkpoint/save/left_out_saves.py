@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from holdfast.checkpoint.entries.types import Gathered, LiveTensors
@@ -34,19 +33,14 @@ class _AsItWas:
 
 
 class RepeatedReasons:
-    """Tells a reason that comes again with every step at level WARNING once within `TELL_EVERY_S`, else at level DEBUG.
+    """Tells a reason that comes again with every step at level WARNING once within `TELL_EVERY_S`, else at level DEBUG."""
 
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._last: tuple[str, float] = ("", 0.0)
 
     def level(self, reason: str) -> int:
         """Return the level at which to log it now."""
-        now, (before, told_s) = self._clock(), self._last
+        now, (before, told_s) = time.monotonic(), self._last
         if reason == before and now - told_s < TELL_EVERY_S:
             return logging.DEBUG
         self._last = reason, now
@@ -56,15 +50,11 @@ class RepeatedReasons:
 class LeftOutSaves:
     """Those since the last one that found a slot.
 
-    Args:
-        clock: monotonic seconds.
-
     Attributes:
         num: how many there are.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.num = 0
         self._last: _AsItWas | None = None
         self._warned_s = -TELL_EVERY_S
@@ -98,8 +88,8 @@ class LeftOutSaves:
     def add(self, version: Version, reason: str) -> None:
         """A save found no slot; the first one since one did says so, if that was not said a moment ago."""
         self.num += 1
-        told = self.num > 1 or self._clock() - self._warned_s < TELL_EVERY_S
-        self._warned_s = self._warned_s if told else self._clock()
+        told = self.num > 1 or time.monotonic() - self._warned_s < TELL_EVERY_S
+        self._warned_s = self._warned_s if told else time.monotonic()
         what = "%s is left out, and so are later ones until a slot is free: %s"
         logger.log(logging.DEBUG if told else logging.WARNING, what, version, reason)
 

@@ -8,7 +8,7 @@ differs shows state that no version has.
 The steps of this process are those of the script, made once. The child must not be noticed: it is shut in (`sandbox.py`) before it
 runs a line, so a script that writes, sends or starts something in its first steps ends it, and nothing is compared. Nor is it in a job of several
 ranks or on an accelerator (neither survives a fork), in one with several threads of computation (they do not either, and one sums otherwise),
-or of much state. Used for kept loops by `adapters.zero_lines.loop`, which saves nothing until it knows, and by `self_check.py`.
+or of much state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -50,13 +50,6 @@ TIMES, LIMIT_S = 1.0, 5.0
 _LENGTH = struct.Struct("<Q")
 # What a child tells that could not take the version up: no name of anything.
 _REFUSED = ""
-
-
-class Taking(Protocol):
-    """The position and what is carried, as the loop has it."""
-
-    def note(self, number: int) -> bool:
-        """Takes everything as it is behind step `number`."""
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -115,31 +108,6 @@ class SelfCheck:
         except BaseException:  # noqa: BLE001 - a second script must never come out of here
             os._exit(1)
         self._line = theirs
-
-    def perform(
-        self, carried: Taking, steps: range, *, given: Callable[[], object], count: Callable[[], int]
-    ) -> Iterator[int]:
-        """Yields the steps that are compared, in the child; the process ends with them, or when the script leaves the loop.
-
-        Args:
-            carried: the position, and what is carried.
-            steps: the range of the loop.
-            given: called when what a version holds was taken over.
-            count: steps that optimizers have made.
-        """
-        try:
-            first = self.taken() + 1
-            given()
-            for number in range(first, len(steps)):
-                before = count()
-                yield steps[number]
-                if count() == before:
-                    continue
-                carried.note(number)
-                self.told({})
-            self.tell()
-        finally:  # an error of the script, a `break`, or all is said: in any case nothing more of the script runs
-            os._exit(0)
 
     def taken(self) -> int:
         """Waits for the version, in the child, and takes it over; returns the step that it is behind."""

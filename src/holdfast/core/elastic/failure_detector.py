@@ -71,7 +71,6 @@ class Verdict:
 
     Attributes:
         evidence: the facts that it rests on, one sentence each.
-        missing: ranks that others wait for in a collective, with its name.
         found_after_s: from the last sign of progress to the verdict.
     """
 
@@ -79,7 +78,6 @@ class Verdict:
     ranks: tuple[int, ...]
     reason: str
     evidence: tuple[str, ...] = ()
-    missing: str = ""
     found_after_s: float = 0.0
 
     @property
@@ -371,7 +369,7 @@ class Watch:
         if sight.state == "T":
             return self._judge_stopped(rank, now_s, silence, limit)
         if silence <= limit:
-            return Verdict(Kind.LOOK, (rank,), f"rank {rank} made no progress for {silence:.1f} s", (), "", silence)
+            return Verdict(Kind.LOOK, (rank,), f"rank {rank} made no progress for {silence:.1f} s", (), silence)
         if self._stands(rank):
             return None
         if self._is_quiet(rank, now_s, silence, limit):
@@ -385,7 +383,7 @@ class Watch:
         if not self.mode.learns or silence <= due or track.sight.state in "TDtF":
             return []
         track.num_asked += 1
-        return [Verdict(Kind.LOOK, (rank,), f"rank {rank} made no progress for {silence:.1f} s", (), "", silence)]
+        return [Verdict(Kind.LOOK, (rank,), f"rank {rank} made no progress for {silence:.1f} s", (), silence)]
 
     def _judge_stopped(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict:
         if silence <= limit:
@@ -402,7 +400,7 @@ class Watch:
             f"rank {rank} has waited for a device for {waited:.0f} s and cannot be killed: its node is to be replaced"
         )
         evidence = (f"no progress for {self.silence_s(rank, now_s):.0f} s", f"state D at {track.num_disk} looks")
-        return Verdict(Kind.REPLACE_NODE, (rank,), reason, evidence, "", waited)
+        return Verdict(Kind.REPLACE_NODE, (rank,), reason, evidence, waited)
 
     def _judge_quiet(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict:
         """Neither it nor anything that descends from it gives a sign of life."""
@@ -514,7 +512,7 @@ class Watch:
                 kind, reason = Kind.REPORT, f"{reason}. It was replaced at this step before: left alone"
             elif not self._may_replace:
                 kind, reason = Kind.REPORT, f"{reason}. One more failure would end the job: left alone"
-        return Verdict(kind, (rank,), reason, evidence, missing, now_s - self._tracks[rank].since_s)
+        return Verdict(kind, (rank,), reason, evidence, now_s - self._tracks[rank].since_s)
 
     def _wait(self, rank: int, why: str) -> Verdict:
         return Verdict(Kind.WAIT, (rank,), f"rank {rank} made no progress: {why}")

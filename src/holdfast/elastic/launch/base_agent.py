@@ -8,6 +8,7 @@ for that. Who of them hangs is not waited for (`_hang`), and `elastic.processes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -86,18 +87,14 @@ class BaseAgent(LocalElasticAgent):
                 continue
             self._told.add(pid)
             for each in (handed_on(number), signal.SIGCONT):
-                try:
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended, or became another user's
                     os.kill(pid, each)
-                except (ProcessLookupError, PermissionError):
-                    pass  # it ended, or became another user's
 
     def kill(self) -> None:
         """Kills the workers and all that they started."""
         for pid in self._unreaped():
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended, or is another user's
                 os.killpg(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass  # it ended, or is another user's
 
     def safe(self) -> str:
         """Returns what was saved, as far as workers told."""

@@ -19,6 +19,7 @@ wait for it: two processes of one rank would share a device, ports and files. It
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 
@@ -84,10 +85,8 @@ def stood_still(worker_slot: WorkerSlot, elapsed: float) -> bool:
         elapsed: seconds since then.
     """
     pid, before = worker_slot.proc.pid, worker_slot.cut_times
-    try:
+    with contextlib.suppress(OSError, ValueError):  # the kernel does not tell: its state is all that is known
         worker_slot.cut_times = proc_stats.main_thread_times(pid)
-    except (OSError, ValueError):
-        pass  # the kernel does not tell: its state is all that is known
     ran, waited = (now - then for now, then in zip(worker_slot.cut_times, before, strict=True))
     state = proc_stats.state(pid)
     if state not in ("S", "T") and not (state == "R" and ran > 0):  # who is ready and never ran is starved

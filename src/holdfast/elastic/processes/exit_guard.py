@@ -17,6 +17,7 @@ Must never: wait for anything without a limit, ask a store, or take a lock that 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -132,10 +133,8 @@ class ExitGuard:
     def _leave(self, number: int, after_s: float) -> None:
         self._workers.kill()
         for pid in self._also_ends():
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it ended
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it ended
         name = signal.Signals(number).name
         _say(
             f"holdfast run: {name} came {after_s:.0f} s ago, and the launcher waits for something that does not end: it is"

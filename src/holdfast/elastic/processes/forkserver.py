@@ -110,10 +110,8 @@ class Child:
     def send_signal(self, number: int) -> None:
         """A signal to this process and no other, even if its number was given away meanwhile."""
         if self.poll() is None and self.pidfd >= 0:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # ended this moment
                 signal.pidfd_send_signal(self.pidfd, number)
-            except ProcessLookupError:
-                pass  # ended this moment
 
 
 class ForkServer:

@@ -7,6 +7,7 @@ one is replaced while the others are not touched, and replacements write log fil
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import logging
@@ -131,10 +132,10 @@ class WorkerSlot:
         if death_sig == signal.SIGKILL:
             kill_group(self.proc.pid)
             return
-        try:
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # it is gone, or what is left of it is another user's
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
-        except (ProcessLookupError, PermissionError):
-            pass  # the group is gone, or what is left of it is another user's
 
     def await_end(self, grace_s: float) -> None:
         """Give a worker that told of an error its time to end."""

@@ -8,6 +8,7 @@ pipes and TCP connections, memory. Read only when a worker has been silent for a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -240,10 +241,8 @@ def _count(pid: int, rare: _ExpensiveSample, processes: _Processes) -> None:
             memory += _memory_bytes(member)
         except (OSError, ValueError, IndexError):
             continue
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):  # it ended; the next look says so
         busy += _stat(pid)[3]  # of children that ended
-    except (OSError, ValueError, IndexError):
-        pass  # it ended; the next look says so
     rare.family_s, rare.file_bytes, rare.memory_bytes = busy / _TICKS_HZ, moved, memory
 
 

@@ -44,7 +44,6 @@ class Journal:
         self._file: IO[str] | None = None
         self._failed = False
         self._began_s = self._sampled_s = time.monotonic()
-        self._last: dict[int, int] = {}
         self._incidents = 0
         self._closed = False
         self._paths: list[str] = []  # told and not yet written
@@ -64,7 +63,6 @@ class Journal:
         if not pages or not (always or now_s - self._sampled_s >= distance):
             return
         self._sampled_s = now_s
-        self._last = dict(pages)
         readings = [heartbeat_page.read(fd) for fd in pages.values()]
         step = max(reading.beat.step for reading in readings)
         spent = {phase.name: round(sum(r.spent_s[phase] for r in readings) / len(readings), 4) for phase in Phase}

@@ -7,6 +7,7 @@ shared memory under the same name could not start. So they are given a moment fi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -39,10 +40,10 @@ def kill_group(group: int) -> None:
     deadline = time.monotonic() + CLEAN_S
     while cleaners & set(_members(group)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    try:
+    with contextlib.suppress(
+        ProcessLookupError, PermissionError
+    ):  # all have ended, or are another user's, as of `sudo`
         os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # all have ended, or those that are left are another user's, as of `sudo`
 
 
 def _members(group: int) -> list[int]:

@@ -12,7 +12,6 @@ fail: the bundle is then read from storage here.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,8 +29,6 @@ from holdfast.keeper.slots.slot_pool import HeldSlot, PieceOf, SlotPool
 from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.slots import ImagePlace
-
-logger = logging.getLogger(__name__)
 
 PIN = "restoring"
 

@@ -8,7 +8,6 @@ same chunk cause one fetch. Runs in the thread of the connection that asked; eve
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,8 +27,6 @@ from holdfast.keeper.slots.progress import RESTORING, Activities
 from holdfast.keeper.slots.slot_pool import HeldSlot, PieceOf
 from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format.image import ALIGN, CHUNK_BYTES
-
-logger = logging.getLogger(__name__)
 
 _Chunk = tuple[Version, str, int]
 

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -298,10 +298,8 @@ class Server:
 
     def wake(self) -> None:
         """Lets `serve` call `tick` now."""
-        try:
+        with suppress(OSError):  # the server has ended
             os.eventfd_write(self._wake, 1)
-        except OSError:
-            pass  # the server has ended
 
     def _accept(self, take: Callable[[], frames.Channel | None]) -> bool:
         channel = take()

@@ -7,6 +7,7 @@ else on the machine carries it, so nothing else is ever killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -230,7 +231,5 @@ def _strings(pid: int, file: str) -> list[str]:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # ended by itself meanwhile
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # ended by itself meanwhile
