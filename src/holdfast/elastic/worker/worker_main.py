@@ -372,8 +372,7 @@ def run_script(order: RunOrder) -> None:
 
 def _end_now() -> None:
     """End this process with everything that the script started."""
-    with contextlib.suppress(OSError):  # no descriptor is left to list processes with: its parent kills the group
-        kill_group(os.getpid())
+    kill_group(os.getpid())
     os.kill(os.getpid(), signal.SIGKILL)  # it leads no group: not forked by the fork server
 
 
