@@ -40,9 +40,8 @@ def kill_group(group: int) -> None:
     deadline = time.monotonic() + CLEAN_S
     while cleaners & set(_members(group)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    with contextlib.suppress(
-        ProcessLookupError, PermissionError
-    ):  # all have ended, or are another user's, as of `sudo`
+    # All have ended, or those that are left are another user's, as of `sudo`.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
