@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
+
+import pytest
 
 from cli.conftest import Run
 from holdfast.elastic.watchdog.run_journal import Journal
@@ -87,3 +90,28 @@ def test_report_of_a_run_id_a_directory_and_the_newest(holdfast: Run, runtime_di
     assert "boom" in answer.stdout
     assert "goodput" in answer.stdout
     assert holdfast("report", "no-such-run").returncode == 2
+
+
+def test_an_exact_name_wins_over_similar_ones_that_are_newer(
+    holdfast: Run, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal of `run1-b` was told of, where `run1` was asked for."""
+    steps = {"run1-n0": 9, "run1-b-n0": 20, "run1-b-n1": 30}
+    for age, (name, step) in enumerate(steps.items()):
+        directory = runtime_dir / f"run-{name}"
+        directory.mkdir(mode=0o700)
+        lines = [LINES[0], {**LINES[1], "step": step}]
+        journal = directory / "journal.jsonl"
+        journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        os.utime(journal, (1e9 + age, 1e9 + age))
+
+    def told(name: str, node: str) -> tuple[int, str]:
+        monkeypatch.setenv("HOLDFAST_NODE_LABEL", node)
+        answer = holdfast("report", name, "--json")
+        return json.loads(answer.stdout)["steps"], answer.stderr
+
+    assert told("run1", "n0") == told("run-run1-n0", "x") == (9, "")
+    assert told("run1-b", "n0") == (20, "")
+    assert told("run1-b", "elsewhere") == (
+        30, "several journals are named like run1-b, and the newest is taken: run-run1-b-n1, run-run1-b-n0\n"
+    )  # fmt: skip

@@ -8,12 +8,14 @@ import resource
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
-from holdfast.base.errors import KeeperError
+from holdfast.base.errors import KeeperError, KeeperLost
 from holdfast.core.layout import bundles
 from holdfast.core.model import Level, RankLayout, Version
 from holdfast.core.versions.bundle_table import new_table
@@ -21,7 +23,18 @@ from holdfast.core.versions.coordinator_board import Announcement, Kind
 from holdfast.keeper.coordination.coordinator import Coordinator
 from holdfast.keeper.rpc import messages, server
 from holdfast.keeper.rpc.client import KeeperClient
-from holdfast.keeper.rpc.messages import VIEWER, AskStatus, Assembly, Hello, News, Register, StatusReply, Welcome
+from holdfast.keeper.rpc.messages import (
+    VIEWER,
+    AskStatus,
+    Assembly,
+    Hello,
+    News,
+    Ok,
+    Ping,
+    Register,
+    StatusReply,
+    Welcome,
+)
 from holdfast.tiers.wire import frames
 from holdfast.tiers.wire.frames import Channel
 from keeper.rig import TIMEOUT_S, Rig, eventually, reached
@@ -135,3 +148,30 @@ def test_a_table_is_encoded_once_for_all_that_follow(monkeypatch: pytest.MonkeyP
         (news,) = [messages.decode(body) for body in bodies]
         assert isinstance(news, News)
         assert news.table == heard[0].table == tuple(sorted(refs, key=lambda ref: ref.bundle_id))
+
+
+def test_an_answer_that_no_frame_holds_is_refused_and_the_line_stays(tmp_path: Path) -> None:
+    """The connection broke, and with it a restore: whoever asked heard that the keeper was lost."""
+    status = messages.pack("s" * (frames.MAX_FRAME_BYTES + 1))
+    handler: Any = SimpleNamespace(
+        greet=lambda connection, hello: setattr(connection, "hello", hello) or Welcome(node="n0", pid=1, incarnation=1),
+        handle=lambda _, message, __: (
+            StatusReply(id=message.id, status=status) if isinstance(message, AskStatus) else Ok(id=message.id)
+        ),
+        gone=lambda _: None,
+        tick=lambda: 1.0,
+    )
+    keeper = server.Server(tmp_path / "s", handler)
+    thread = threading.Thread(target=keeper.serve)
+    thread.start()
+    try:
+        with contextlib.closing(KeeperClient.connect(tmp_path / "s", job="j")) as client:
+            with pytest.raises(KeeperError, match="StatusReply") as caught:
+                client.status(timeout_s=TIMEOUT_S)
+            assert not isinstance(caught.value, KeeperLost)
+            assert caught.value.where
+            assert caught.value.remedy
+            assert client._ask(Ping(), Ok) == Ok(id=2)
+    finally:
+        keeper.stop()
+        thread.join(TIMEOUT_S)

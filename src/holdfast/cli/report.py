@@ -1,16 +1,18 @@
 """`holdfast report`: where the time of a run went, and its incidents, from the journal of its launcher. Without torch.
 
 RUN is a directory with a journal (as `holdfast run` names it), a journal, or a run id under the runtime directory; without
-it the newest journal there is taken. A job of several nodes has one journal per node; each tells of its own ranks.
+it the newest journal there is taken. An exact name wins over similar ones. A job of several nodes has one journal per node; each tells of its own ranks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from holdfast.base.config import load
 from holdfast.base.errors import UsageError
 from holdfast.cli import status
 from holdfast.cli.console import GOOD, PROBLEM, print_json, print_table, say
@@ -53,13 +55,18 @@ def _journal(run: str | None) -> Path:
     root = status.runtime_path(None)
     journals = sorted(root.glob(f"run-*/{NAME}"), key=lambda path: path.stat().st_mtime)
     if run:
-        journals = [path for path in journals if path.parent.name.startswith((f"run-{run}-", run))]
+        exact = {run, f"run-{run}-{load().node}"}
+        similar = [path for path in journals if path.parent.name.startswith((f"run-{run}-", run))]
+        journals = [path for path in similar if path.parent.name in exact] or similar
     if not journals:
         raise UsageError(
             f"no journal of {run or 'any run'}",
             where=str(root),
             remedy="`holdfast run` writes one, unless --watchdog=off",
         )
+    if run and len(journals) > 1:
+        names = ", ".join(path.parent.name for path in reversed(journals))
+        say(f"several journals are named like {run}, and the newest is taken: {names}", file=sys.stderr)
     return journals[-1]
 
 
