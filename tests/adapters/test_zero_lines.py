@@ -85,6 +85,48 @@ def test_the_loop_is_found_with_what_lives_from_step_to_step() -> None:
     assert not {"now", "text"} & set(site.lives)
 
 
+_STEP = "loss = model(data).sum() * weigh(rows)\n    loss.backward()\n    optimizer.step()\n"
+_LOOP = f"scale = 1.0\nfor step in range(10):\n    {_STEP}    scale = 0.5**step\n"
+_WEIGH = "def weigh(rows):\n    return scale\n"
+_INNER = "    {head}:\n        if bad(loss):\n            break\n    else:\n        continue\n    scale = float(loss)\n"
+READ_BEHIND_A_NAME = {
+    "first of two methods": (
+        "class A:\n    def forward(self, x):\n        return scale\n"
+        "class B:\n    def forward(self, x):\n        return x\n" + _LOOP
+    ),
+    "function and method": _WEIGH + "class A:\n    def weigh(self, rows):\n        return 1\n" + _LOOP,
+    "two helpers": "def first():\n"
+    + "".join(f"    {line}\n" for line in (_WEIGH + _LOOP).splitlines())
+    + "def second():\n    def weigh(rows):\n        return 1\n    return weigh\nfirst()\n",
+    "function and lambda": _WEIGH + "def other():\n    weigh = lambda rows: 1\n    return weigh\n" + _LOOP,
+    "argument of an inner lambda": (
+        "def weigh(rows):\n    rows.sort(key=lambda scale: -scale)\n    return rows[0] * scale\n" + _LOOP
+    ),
+    "default of a lambda": _LOOP.replace("weigh(rows)", "call(lambda scale=scale: scale)"),
+    "items of a comprehension": _LOOP.replace("weigh(rows)", "sum([scale for scale in scale])"),
+    "continue in the else of a for": (
+        f"for step in range(10):\n    {_STEP}" + _INNER.format(head="for row in rows") + "print(scale)\n"
+    ),
+    "continue in the else of a while": (
+        f"for step in range(10):\n    {_STEP}" + _INNER.format(head="while loss > 1") + "print(scale)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", READ_BEHIND_A_NAME.values(), ids=READ_BEHIND_A_NAME.keys())
+def test_a_name_that_any_bearer_of_a_name_may_read_lives_from_step_to_step(source: str) -> None:
+    found = find_nested(source)
+    assert isinstance(found, Nest)
+    assert "scale" in found.sites[0].lives
+
+
+def test_names_of_classes_and_lambdas_do_not_live_from_step_to_step() -> None:
+    inner = "    class Way:\n        size = 1\n        def weigh(self, rows):\n            return 1\n    rows.sort(key=lambda row: -row)\n"
+    found = find_nested("for step in range(10):\n" + inner + f"    {_STEP}")
+    assert isinstance(found, Nest)
+    assert not {"weigh", "size", "row", "self"} & {*found.sites[0].lives}
+
+
 @pytest.mark.parametrize(
     ("behind", "world", "is_alike"),
     [

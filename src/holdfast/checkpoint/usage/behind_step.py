@@ -130,8 +130,8 @@ def _freezes(node: ast.AST, functions: Functions, depth: int = 2) -> bool:
         return node.attr == "requires_grad_" or isinstance(node.ctx, ast.Store)
     if not isinstance(node, ast.Call) or not depth:
         return False
-    called = functions.by_name.get(last_name(node.func))
-    return called is not None and any(_freezes(part, functions, depth - 1) for part in ast.walk(called))
+    called = functions.by_name.get(last_name(node.func), ())
+    return any(_freezes(part, functions, depth - 1) for each in called for part in ast.walk(each))
 
 
 def _is_of_this_turn(number: str, loop: Loop, behind: Sequence[ast.stmt]) -> bool:
