@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from holdfast.checkpoint.usage.in_place import is_writing
-from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, Scope, last_name, loaded, stored
+from holdfast.checkpoint.usage.name_flow import TRY, Function, Functions, Reader, Scope, last_name, loaded, stored
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 # Methods that change what has a state of its own.
@@ -151,7 +151,7 @@ def _behind(block: Sequence[ast.stmt], inside: ast.AST) -> list[ast.stmt] | None
         for part in _blocks(statement):
             if (rest := _behind(part, inside)) is not None:
                 found += rest
-                if isinstance(statement, ast.Try):
+                if isinstance(statement, TRY):
                     found += [*(statement.orelse if part is statement.body else []), *statement.finalbody]
         return [*found, *block[number + 1 :]]
     return None

@@ -8,6 +8,7 @@ called, or that anybody may call, reads at that place what its own text reads.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -17,6 +18,8 @@ Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "datetime", "time_ns", "perf_counter_ns"}
 # Functions that keep nothing of a dict.
 _READERS = {"dict", "len", "list", "print", "repr", "set", "sorted", "str", "tuple"}
+# `try` with `except`, and with `except*`.
+TRY = (ast.Try, ast.TryStar) if sys.version_info >= (3, 11) else (ast.Try,)
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
 _OWN_LOOP = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSION = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -311,7 +314,7 @@ class Reader:
             return with_heads if _suppresses(statement) else ends[0]
         if isinstance(statement, ast.If) and statement.orelse:
             return ends[0] & ends[1]
-        if self._runs and isinstance(statement, (*_OWN_LOOP, ast.Try)):
+        if self._runs and isinstance(statement, (*_OWN_LOOP, *TRY)):
             return ends[0]
         return set(done)
 
