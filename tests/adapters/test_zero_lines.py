@@ -455,6 +455,29 @@ def test_what_is_kept_or_refused_is_an_event(
     assert bool(lines) == ("optimizer.step()" in source and told[-1].startswith("script_refused"))
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"\xef\xbb\xbfx = '\xc3\xa9'\n", "no loop"),
+        (b"# -*- coding: latin-1 -*-\nx = '\xe9'\n", "no loop"),
+        (b"# one\n# two\nx = '\xe9'\n", "its text cannot be read: UnicodeDecodeError"),
+        (b"# coding: none\n", "its text cannot be read: SyntaxError"),
+        (b"x = '\0'\n", "its text cannot be read: "),
+    ],
+)
+@pytest.mark.parametrize("by_order", [False, True])
+def test_a_text_is_read_as_python_reads_it_and_refused_if_it_cannot_be(
+    text: bytes, why: str, by_order: bool, tmp_path: Path
+) -> None:
+    (script := tmp_path / "train.py").write_bytes(text)
+    events, heard = Events(), list[str]()
+    events.subscribe(lambda event: heard.append(f"{event.name}: {event.fields.get('reason')}"))
+    order = RunOrder(1, arguments=(str(script),), text=text.decode("latin-1") if by_order else "")
+    with contextlib.nullcontext() if why == "no loop" else pytest.raises((SyntaxError, ValueError)):
+        ScriptLauncher(str(tmp_path / "root"), events)(order)
+    assert [line for line in heard if why in line] == heard != []
+
+
 def test_a_script_with_a_trainer_is_not_frightened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It has no loop of its own, and need not have one."""
     script = tmp_path / "train.py"
