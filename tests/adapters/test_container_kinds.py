@@ -108,7 +108,7 @@ def _act(double: bool) -> Any:
 
 
 FUNCTIONS = {
-    "lambdas": lambda new: (lambda epoch: 0.1) if new else (lambda epoch: 1.0),
+    "lambdas": lambda new: (lambda _: 0.1) if new else (lambda _: 1.0),
     "functions of one name": _act,
     "functions of NumPy": lambda new: np.maximum if new else np.minimum,
 }

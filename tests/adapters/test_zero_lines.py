@@ -418,6 +418,55 @@ def test_versions_follow_optimizer_steps_and_script_ends_normally(
     assert "through" in told.out
 
 
+ENDS_EARLY = """
+import torch
+
+class Buckets(torch.utils.data.Sampler):
+    def __len__(self):
+        return 9
+    def __iter__(self):
+        return iter([[0, 1], [2], [3]])
+
+torch.manual_seed(0)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_sampler=Buckets())
+for batch in loader:
+    seen = model(batch.unsqueeze(1))
+    loss = seen.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("END", READ)
+"""
+
+
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize(("read", "is_carried"), [("loss.item()", True), ("[seen]", False), ("1", True)])
+def test_what_is_read_behind_a_loop_that_ends_before_its_length_is_saved_or_refused(
+    read: str,
+    is_carried: bool,
+    tmp_path: Path,
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DURABLE_EVERY", "1")
+    (script := tmp_path / "train.py").write_text(ENDS_EARLY.replace("READ", read))
+    kept = ScriptLauncher(str(tmp_path / "root"))
+    kept(RunOrder(1, arguments=(str(script),)))
+    first = capfd.readouterr()
+    assert ("ends before the number of its items that was told" in first.err) is not is_carried
+    if not is_carried:
+        return
+    open_checkpointers.abandon_all()
+    kept(RunOrder(2, arguments=(str(script),)))
+    again = capfd.readouterr()
+    assert again.out == first.out
+    assert again.out.startswith("END")
+    assert "the loop of line 14 has made all its steps" in again.err
+
+
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize(
     ("source", "told"),

@@ -102,6 +102,8 @@ _PLAIN = {name.rpartition(".")[2] for name in _TOLD} | {
 }
 # What makes an object of the names that it is given.
 _KEYED = {"dict": "['{}']", "Namespace": ".{}", "SimpleNamespace": ".{}"}
+# Statements whose parts run where they stand.
+_BLOCKS: tuple[type[ast.stmt], ...] = (ast.If, ast.With, *TRY)
 # Objects with a `step` that trains nothing.
 _TRAINERS = ("opt", "sched", "adam", "sgd")
 _NOTHING = {"append", "extend", "insert", "write", "add_scalar", "info", "debug", "warning"}
@@ -907,6 +909,8 @@ class _Flow:
         """Returns the methods of these names that a class of the script has, or one that it is made from.
 
         Args:
+            kind: the class; None if it is none of the script.
+            names: of the methods.
             below: the classes that are made from it; one of them has only the name of what it is made from.
         """
         if kind is None or kind in below:
@@ -1184,13 +1188,13 @@ def _before(scope: ast.AST, loop: ast.AST) -> Iterator[tuple[ast.stmt, bool]]:
     for name in ("body", "orelse", "finalbody"):
         for statement in getattr(scope, name, ()):
             if any(node is loop for node in ast.walk(statement)):
-                if isinstance(statement, (ast.If, ast.With, *TRY)):
+                if isinstance(statement, _BLOCKS):
                     yield from _before(statement, loop)
                 return
             calls = [last_name(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
             if isinstance(statement, ast.Assign | ast.AnnAssign):
                 yield statement, all(name in _PLAIN for name in calls)
-            elif isinstance(statement, (ast.Expr, ast.If, ast.With, *TRY)):
+            elif isinstance(statement, (ast.Expr, *_BLOCKS)):
                 yield statement, False
 
 

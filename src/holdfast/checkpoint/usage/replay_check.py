@@ -178,7 +178,9 @@ class SelfCheck:
         line, self._line = self._line, None
         if line is not None and not self.child:
             line.close()
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the script may take up children by itself
+            with contextlib.suppress(
+                ProcessLookupError, ChildProcessError
+            ):  # the script may take up children by itself
                 os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
 
