@@ -1194,7 +1194,7 @@ def _before(scope: ast.AST, loop: ast.AST) -> Iterator[tuple[ast.stmt, bool]]:
             calls = [last_name(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
             if isinstance(statement, ast.Assign | ast.AnnAssign):
                 yield statement, all(name in _PLAIN for name in calls)
-            elif isinstance(statement, (ast.Expr, *_BLOCKS)):
+            elif type(statement) is ast.Expr or isinstance(statement, _BLOCKS):
                 yield statement, False
 
 
