@@ -125,6 +125,7 @@ def test_a_report_uploads_nothing_and_names_what_is_durable_on_rank_0_alone(
     made = object.__new__(door_of_ray.RayCheckpointer)
     made._place, made._files = str(tmp_path), importlib.import_module("pyarrow.fs").LocalFileSystem()
     made._root, made._newest, made._told, made._lock = "/ckpts/run1", None, None, threading.Lock()
+    made._reported = None
 
     def report(rank: int) -> Any:
         monkeypatch.setattr(train, "get_context", lambda: SimpleNamespace(get_world_rank=lambda: rank))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from holdfast.adapters.mindspore import load_checkpoint
+from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.cli.stored import export
 from holdfast.core.layout.bundles import fingerprint
@@ -318,3 +322,21 @@ def test_an_export_under_way_on_another_machine_is_left_alone(tmp_path: Path) ->
         assert done.stdout.strip() not in ("", work.name)
         assert (work / "half").exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_is_put_in_place_where_the_file_system_has_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CIFS, exFAT and many of FUSE: what was merged for an hour must not be thrown away at the end."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    work = tmp_path / "work"
+    for text, is_free in (("new", True), ("newer", False)):
+        work.mkdir(exist_ok=True)
+        (work / "made").write_text(text)
+        with contextlib.nullcontext() if is_free else pytest.raises(UsageError, match="is not replaced"):
+            export._publish(work / "made", tmp_path / "target")
+    assert (tmp_path / "target").read_text() == "new"

@@ -248,7 +248,19 @@ def test_a_failure_that_a_dead_leader_does_not_answer_shows_that_it_is_lost(agen
 def test_who_has_finished_misses_those_that_have_not(agents: Make) -> None:
     first, second = agents(2)
     opened([first, second], 0, 0)
-    first.finish(1)
     assert missing(first, finished=True)._sign_of_loss({}) is Sign.AWAITED
     second.finish(1)
     assert missing(first, finished=True, gone=[1])._sign_of_loss({}) is None, "it has finished, and left"
+
+
+def test_a_launcher_that_went_when_its_ranks_had_finished_is_not_missed(agents: Make) -> None:
+    first, second, third = agents(3)
+    opened([first, second, third], 0, 0, 0)
+    second.finish(1)
+    agent = missing(first, finished=True, gone=[1])
+    agent._node_lost = lambda _now, node, *_: node
+    assert agent._look_for_lost(0.0, {}) is None, "the third is at work"
+    agent._meeting.links.gone = lambda: {1: "it has ended", 2: "it has ended"}
+    assert agent._look_for_lost(0.0, {}) == 2
+    third.finish(1)
+    assert agent._look_for_lost(0.0, {}) is None

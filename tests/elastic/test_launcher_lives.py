@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
@@ -26,6 +26,7 @@ from holdfast.elastic.watchdog.watchdog import Watchdog
 from holdfast.elastic.worker import worker_main
 from holdfast.elastic.worker.kill_descendants import kill_group
 from holdfast.elastic.worker.script_sandbox import ScriptSandbox
+from keeper.rig import eventually
 
 
 def refuses(*_: object) -> None:
@@ -133,8 +134,12 @@ def test_a_replacement_of_a_replacement_leaves_no_thread_that_reads_a_log(tmp_pa
         paths[3].write_text("last word of 3\n")
         for tail in workers._tail_logs:
             tail.stop()
-        seen.seek(0)
-        assert sorted(seen.read().splitlines()) == [f"last word of {number}" for number in range(4)]
+        eventually(lambda: sorted(words(seen)) == [f"last word of {number}" for number in range(4)])
+
+
+def words(file: IO[str]) -> list[str]:
+    file.flush()
+    return Path(file.name).read_text().splitlines()
 
 
 def test_news_of_the_fork_server_that_concerns_no_rank_is_read() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from holdfast.keeper.rpc.thread_pool import ThreadPool
 
 TIMEOUT_S = 30.0
@@ -73,3 +75,19 @@ def test_what_was_lent_before_the_end_is_still_done() -> None:
     thread_pool.stop(TIMEOUT_S)
 
     assert done == list(range(5))
+
+
+def test_work_waits_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit of processes: who lends the work serves everybody, and must not end by that."""
+    pool, done = ThreadPool("test", 2), threading.Event()
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        pool.lend(done.set)
+    assert not done.is_set()
+    pool.lend(lambda: None)
+    assert done.wait(20)
+    pool.stop(5.0)

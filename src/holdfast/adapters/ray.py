@@ -10,12 +10,13 @@
 
 State goes into the keepers' memory at every step, so that a worker group that Ray starts again goes on where the last one was; Ray
 uploads nothing. What Ray is told, by `ray.train.report` with `NO_UPLOAD`, is a pointer: a small directory among the run's
-files that names the newest version that is durable, never one that is still on its way. It is told whenever a durable save
-is made, and at the end; every rank reports then, because Ray waits for all of them. Ray may remove pointers
+files that names the newest version that is durable, never one that is still on its way. Ray waits in `report` for all ranks, so
+they must report equally often, and when a version becomes durable each finds at a step of its own. So every `look_every` steps
+rank 0 says whether there is one that Ray does not know; then, and at the end, all report. Ray may remove pointers
 (`num_to_keep`); versions are removed by holdfast alone.
 
 When Ray announces that a node of the job is to be taken away (`ray.train.get_preemption_info`), every look from then on saves
-to storage, until the node is gone. The look costs a round trip of all workers, so it is made every `look_every` steps.
+to storage, until the node is gone. A look costs two round trips of all workers.
 
 Tested with ray 2.60.0. Nothing happens under HOLDFAST_DISABLE.
 """
@@ -31,13 +32,14 @@ from typing import Any
 
 import pyarrow.fs
 import ray.train
+from ray.train.collective import broadcast_from_rank_zero
 
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.save.durable_tracker import OnDurable
 from holdfast.checkpoint.save.save_handle import SaveHandle
-from holdfast.core.model import Level, Version
+from holdfast.core.model import Version
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ def keep(root: str | os.PathLike[str] | None = None, *, look_every: int = 10, **
 
     Args:
         root: directory or URL of the versions; default: below the run's own directory, if that is a local or shared one.
-        look_every: steps between two looks for a preemption; 0 never looks.
+        look_every: steps between two looks, for a preemption and for what Ray is to be told; 0 never looks.
         options: arguments of `holdfast.Checkpointer`: model, optimizer and other objects, `every`, `durable_every`.
 
     Raises:
@@ -78,17 +80,18 @@ class RayCheckpointer(Checkpointer):
         self._place, self._files = _run()
         self._told: OnDurable | None = on_durable
         self._newest: Version | None = None
+        self._reported: Version | None = None  # on rank 0
         self._lock = threading.Lock()
         self._look_every = look_every
         self.notice: Any = None
         super().__init__(self._default() if root is None else root, on_durable=self._is_durable, **options)
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None, **carry: Any) -> SaveHandle | None:
-        """Report a step as `Checkpointer` does; look for a preemption too, and report where a save to storage is made.
+        """Report a step as `Checkpointer` does; at every look see to a preemption too, and tell Ray what is durable.
 
         Args:
-            step: the step that is finished.
-            metrics: what Ray is to be told with it; plain numbers.
+            step: the step that is finished, the same on all ranks.
+            metrics: what Ray is told at a look that finds a newer durable version; plain numbers.
             carry: as in `Checkpointer`.
         """
         if self.off:
@@ -99,8 +102,8 @@ class RayCheckpointer(Checkpointer):
             if self.notice is not None:
                 logger.warning("Ray takes a node away (%s): step %d is saved to storage", self.notice, step)
                 handle = self.save(step, "durable")
-        if handle is not None and handle.level is Level.DURABLE:
-            self._report(metrics or {"step": step})
+            if broadcast_from_rank_zero(self._has_news()):
+                self._report(metrics or {"step": step})
         return handle
 
     def close(self) -> None:
@@ -119,10 +122,15 @@ class RayCheckpointer(Checkpointer):
         if self._told is not None:
             self._told(version, error)
 
+    def _has_news(self) -> bool:
+        """Return whether a version is durable that Ray was not told of. What rank 0 says counts."""
+        with self._lock:
+            return self._newest != self._reported
+
     def _report(self, metrics: Mapping[str, Any]) -> None:
         """Every worker at the same steps; rank 0 alone knows of a pointer."""
         with self._lock:
-            newest = self._newest
+            newest = self._reported = self._newest
         pointer = None
         if newest is not None and ray.train.get_context().get_world_rank() == 0:
             pointer = self._pointer(newest)

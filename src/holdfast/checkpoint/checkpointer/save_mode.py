@@ -73,10 +73,13 @@ def reserved(
 def _namesakes(job: Job, place: RuntimePaths) -> KeeperError | None:
     """Return why no version in memory would ever be whole: a node has several keepers, as machines of one name. Collective."""
     rows = collectives.gather_json(job.group, place.identity())
-    for node, label in enumerate(job.topology.nodes):
-        firsts = {rows[rank]: rank for rank in reversed(job.topology.ranks_on(node)) if rows[rank]}
-        if len(firsts) > 1:
-            first, second, *_ = sorted(firsts.values())
+    firsts: list[dict[str, int]] = [{} for _ in job.topology.nodes]
+    for rank, node in enumerate(job.topology.node_of):
+        if rows[rank]:
+            firsts[node].setdefault(rows[rank], rank)
+    for label, found in zip(job.topology.nodes, firsts, strict=True):
+        if len(found) > 1:
+            first, second, *_ = sorted(found.values())
             return KeeperError(
                 f"ranks {first} and {second} have different keepers, and both call their node {label}",
                 remedy="give every machine or launcher a --node-label, and the ranks of one a common runtime directory",

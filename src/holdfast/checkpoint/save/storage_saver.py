@@ -265,8 +265,7 @@ class DirectSaver:
         Raises:
             LevelNotReached: storage has the version, whose commit was not heard to be made. Nothing is written over it.
         """
-        if self.may_stand == version and self._storage.is_committed(version):
-            raise LevelNotReached("it was committed before")
+        self._require_uncommitted(version)
         gathered = self._state.gather()
         structure = self._structure_of(gathered)
         values = structure.encode(gathered)
@@ -280,10 +279,14 @@ class DirectSaver:
         stamp = make_stamp(version.incarnation)
         files = list(self._write_images(version, plan, values, gathered))
         self._storage.require_job(self._job.assembly.job_id)  # once more: the bundles may have taken minutes
-        if self.may_stand == version and self._storage.is_committed(version):  # once more, by a keeper that was slow
-            raise LevelNotReached("it was committed before")
+        self._require_uncommitted(version)  # once more: a keeper that was slow may have done it
         name, length, digest = self._storage.write_part(version, PARTS_FROM + self._job.group.rank, files, stamp=stamp)
         return _Written(name, length, digest, tuple((file.ref.bundle_id, file.ref.fingerprint) for file in files))
+
+    def _require_uncommitted(self, version: Version) -> None:
+        """Raises LevelNotReached where storage has the version, whose commit was not heard to be made."""
+        if self.may_stand == version and self._storage.is_committed(version):
+            raise LevelNotReached("it was committed before")
 
     def _write_images(
         self, version: Version, plan: Plan, values: dict[str, bytes], gathered: Gathered

@@ -7,7 +7,6 @@ asked for before it is whole and synced; what is there is never replaced.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from holdfast.base.events import Events
 from holdfast.cli import console, subcommands
 from holdfast.cli.stored import merge, versions
 from holdfast.cli.stored.merge import Content
+from holdfast.tiers.backends import posix_io
 from holdfast.tiers.memory.processes import has_ended, machine_id
 from holdfast.tiers.storage.version_store import open_storage
 
@@ -104,7 +104,9 @@ def _publish(made: Path, target: Path) -> None:
             _refuse_existing(target)
             os.rename(made, target)
         else:
-            os.link(made, target)
+            with _directory(made.parent) as here, _directory(target.parent) as there:
+                if not posix_io.link(here, made.name, there, target.name, where=str(target)):
+                    raise FileExistsError
         _sync(target.parent)
     except FileExistsError:
         raise UsageError("something is there by now, and is not replaced", where=str(target)) from None
@@ -112,10 +114,17 @@ def _publish(made: Path, target: Path) -> None:
         raise StorageError(f"the export cannot be put in place: {error.strerror}", where=str(target)) from error
 
 
-def _sync(path: Path) -> None:
+@contextmanager
+def _directory(path: Path) -> Iterator[int]:
     fd = os.open(path, os.O_RDONLY)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _sync(path: Path) -> None:
+    with _directory(path) as fd:
         os.fsync(fd)
 
 

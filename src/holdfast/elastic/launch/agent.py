@@ -540,10 +540,15 @@ class Agent(RendezvousAgent):
 
     def _look_for_lost(self, now: float, silent: Mapping[int, float]) -> RoundOver | None:
         """A node that is silent or gone, and ranks here that miss it: two kinds of evidence."""
+        assert self._round is not None
         sign = self._sign_of_loss(silent)
         if sign is None:
             return None
-        found = lost(self._signs(silent), sign)
+        signs = self._signs(silent)
+        if sign is Sign.AWAITED:  # a launcher that goes when its ranks have finished is not waited for
+            done = self._current.number
+            signs = {node: facts for node, facts in signs.items() if not self._round.has_finished(node, done)}
+        found = lost(signs, sign)
         return (
             self._node_lost(now, found.value, silent.get(found.value, 0.0), found.reason) if found.value >= 0 else None
         )
@@ -558,7 +563,7 @@ class Agent(RendezvousAgent):
             return Sign.UNANSWERED if is_missed else None
         if holding:
             return Sign.BROKEN
-        return Sign.AWAITED if has_finished and not self._round.all_finished(self._current.number) else None
+        return Sign.AWAITED if has_finished and not self._all_finished() else None
 
     def _holding(self) -> list[WorkerSlot]:
         """Return the workers that hold an error of broken groups."""

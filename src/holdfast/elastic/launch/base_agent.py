@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.elastic.processes.exit_guard import HURRY
 from holdfast.elastic.watchdog import proc_stats
-from holdfast.elastic.worker.kill_descendants import kill_group
+from holdfast.elastic.worker.kill_descendants import kill_group, was_given_away
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,8 @@ class BaseAgent(LocalElasticAgent):
                 break
             time.sleep(POLL_S)
         for process in processes:
+            if was_given_away(process.pid, process.returncode):
+                continue
             if told or process.poll() != 0:  # what one that ended well has left in the background is the script's own
                 kill_group(process.pid)
 

@@ -110,7 +110,7 @@ class Child:
     def send_signal(self, number: int) -> None:
         """A signal to this process and no other, even if its number was given away meanwhile."""
         if self.poll() is None and self.pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):  # ended this moment
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # ended this moment, or is another user's
                 signal.pidfd_send_signal(self.pidfd, number)
 
 

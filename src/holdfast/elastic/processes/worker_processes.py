@@ -30,7 +30,7 @@ from holdfast.core.elastic.failure_detector import Verdict
 from holdfast.elastic.processes.forkserver import Child, ForkServer, NotForked, close_all
 from holdfast.elastic.watchdog.proc_stats import state
 from holdfast.elastic.worker.agent_channel import AgentChannel, pair
-from holdfast.elastic.worker.kill_descendants import kill_group
+from holdfast.elastic.worker.kill_descendants import kill_group, was_given_away
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +127,8 @@ class WorkerSlot:
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Signals the worker and all it started; torch calls this."""
-        if self.proc.returncode is not None and state(self.proc.pid) not in ("", "Z", "X"):
-            return  # it was reaped and another process has its number: nothing of its group is left, which would keep it
+        if was_given_away(self.proc.pid, self.proc.returncode):
+            return
         if death_sig == signal.SIGKILL:
             kill_group(self.proc.pid)
             return
@@ -227,7 +227,13 @@ class Workers(SubprocessContext):
             close_all(page)
         else:
             child, line, page = self._fork()
-        self._new_logs(local_rank, incarnation)
+        try:
+            self._new_logs(local_rank, incarnation)
+        except OSError as error:
+            child.send_signal(signal.SIGKILL)
+            line.close()
+            close_all(page)
+            raise NotForked(f"no log files for a new process: {error.strerror}") from error
         self.worker_slots[local_rank] = WorkerSlot(local_rank, child, line, page)
         return self.worker_slots[local_rank]
 
@@ -324,7 +330,8 @@ class Workers(SubprocessContext):
         for tail, files in zip(self._tail_logs[:2], (made.tee_stdouts, made.tee_stderrs), strict=False):
             if local_rank in files:
                 if (before := self._followers.pop((local_rank, id(tail)), None)) is not None:
-                    before.stop()  # reads what is left in the file of the dead one; a thread each would be left for good
+                    for event in before._finished_events.values():
+                        event.set()  # it reads what is left in the file of the dead one, and ends; who reads it may be slow
                     self._tail_logs.remove(before)
                 follower = TailLog(self.name, {local_rank: files[local_rank]}, tail._dst, self._prefixes).start()
                 self._followers[local_rank, id(tail)] = follower

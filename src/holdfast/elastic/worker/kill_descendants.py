@@ -40,15 +40,25 @@ def kill_group(group: int) -> None:
     deadline = time.monotonic() + CLEAN_S
     while cleaners & set(_members(group)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    with contextlib.suppress(
-        ProcessLookupError, PermissionError
-    ):  # all have ended, or are another user's, as of `sudo`
+    # All have ended, or those that are left are another user's, as of `sudo`.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+
+
+def was_given_away(pid: int, code: int | None) -> bool:
+    """Return whether another process has the number of one that ended with `code`, and was reaped.
+
+    The kernel gives no number away that a group still has: nothing is left of its group then.
+    """
+    return code is not None and _group_of(pid) != -1
 
 
 def _members(group: int) -> list[int]:
     """Return the processes of the group that live."""
-    numbers = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    try:
+        numbers = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    except OSError:
+        return []  # no descriptor is left for the look: those that clean up are killed with the others
     return [number for number in numbers if _group_of(number) == group]
 
 

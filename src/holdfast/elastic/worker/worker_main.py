@@ -338,9 +338,7 @@ class Runner:
                 if self._must_leave() and self._running is not None:
                     try:
                         self._break_off(self._running)
-                    except (
-                        Exception
-                    ):  # whatever it is, the launcher cuts and ends; without this thread nothing is heard
+                    except Exception:  # the launcher cuts and ends; without this thread nothing is heard
                         logger.exception("the groups of a run that is over could not be left")
                     signal.pthread_kill(self._main, WAKE)
                     self._changed.wait(AGAIN_S)
@@ -372,8 +370,7 @@ def run_script(order: RunOrder) -> None:
 
 def _end_now() -> None:
     """End this process with everything that the script started."""
-    with contextlib.suppress(OSError):  # no descriptor is left to list processes with: its parent kills the group
-        kill_group(os.getpid())
+    kill_group(os.getpid())
     os.kill(os.getpid(), signal.SIGKILL)  # it leads no group: not forked by the fork server
 
 

@@ -71,8 +71,12 @@ class ThreadPool:
         self._changed.notify()
         if self._num_idle < len(self._work) and len(self._threads) - self._num_aside < self._most:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()
-            self._threads.add(thread)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread is left for now: the work waits for one that is free, or the next
+                logger.warning("%s: %s", self._name, error)
+            else:
+                self._threads.add(thread)
 
     def _run(self) -> None:
         while (work := self._next()) is not None:

@@ -344,7 +344,8 @@ class PeerRequests:
         """Return what this keeper, which is `node`, and all others of the job hold."""
         own = inventory(self._state)
         found: dict[int, Inventory | HoldfastError] = {}
-        others = [index for index in range(len(assembly.addresses)) if index != node]
+        num_nodes = len(assembly.addresses)
+        others = [(node + step) % num_nodes for step in range(1, num_nodes)]  # not all keepers at one door at a time
         for at in range(0, len(others), MAX_AT_ONCE):
             threads = [
                 threading.Thread(target=self._ask, args=(index, assembly, found), daemon=True)

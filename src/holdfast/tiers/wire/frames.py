@@ -141,8 +141,12 @@ class Channel:
     def is_left(self) -> bool:
         """Return whether the other end has closed the connection, as the kernel says; bytes of it may still lie here."""
         poll = select.poll()
-        poll.register(self._sock, select.POLLRDHUP)
-        return bool(poll.poll(0))
+        try:
+            poll.register(self._sock, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError) as error:  # its owner has closed it meanwhile
+            pass_on(error)
+            return True
 
     def fileno(self) -> int:
         """The descriptor, to be polled by the owner; -1 once it is closed."""

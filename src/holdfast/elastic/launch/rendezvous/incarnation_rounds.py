@@ -8,7 +8,7 @@ So every key that workers write belongs to one incarnation, and late writes of a
 Agents also leave a beat here every second, and in it whether all their ranks stand in collectives, and of the first one whether it
 misses the beat of another; what it means that one is silent, or that all stand, is `agent`'s and core.elastic.failure_detector' business.
 Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `version/<group rank>`,
-`keeper/<group rank>`, `node/<name>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `spent/<group rank>`, `over`, `left`.
+`keeper/<group rank>`, `node/<name>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `done/<n>/<group rank>`, `beat/<group rank>`, `spent/<group rank>`, `over`, `left`.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Round:
         self.heartbeats = Heartbeats(self._store, rank, size, self.ranks_of)
         self._ranks_of: dict[int, tuple[int, ...]] = {}
         self._done: set[int] = set()
+        self._refused: set[int] = set()
         self._spent: set[int] = set()
 
     @property
@@ -168,7 +169,9 @@ class Round:
         try:
             fresh = _workers_store()
         except DistError as error:
-            logger.error("no store for incarnation %d now, it is tried again: %s", known.number + 1, error)
+            if known.number not in self._refused:
+                logger.error("no store for incarnation %d now, it is tried again: %s", known.number + 1, error)
+            self._refused.add(known.number)
             return
         self._publish(fresh, known.number + 1, known.recoveries + 1, reason, older=older)
         self._read()
@@ -200,7 +203,12 @@ class Round:
         """All workers of this agent have finished in incarnation `number`."""
         if number not in self._done:
             self._done.add(number)
+            self._store.set(f"done/{number}/{self._rank}", "1")
             self._store.add(f"done/{number}", 1)
+
+    def has_finished(self, rank: int, number: int) -> bool:
+        """Return whether the workers of the agent of this group rank have finished in incarnation `number`."""
+        return bool(self._store.check([f"done/{number}/{rank}"]))
 
     def all_finished(self, number: int) -> bool:
         """Return whether the workers of all agents have finished."""
