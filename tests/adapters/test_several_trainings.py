@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,13 @@ import torch
 
 from holdfast.adapters import huggingface, lightning
 from holdfast.adapters.zero_lines.frameworks import Finder
+from holdfast.base.errors import UsageError
 from holdfast.checkpoint.entries.trained_parameters import Trained
 
 MODULE = """
 class Trainer:
     _load_rng_state = _maybe_log_save_evaluate = accelerator = callback_handler = None
+    _init_training_state = _run_epoch = _finalize_training = None
 
     def __init__(self, is_deepspeed_enabled=False):
         self.is_deepspeed_enabled = is_deepspeed_enabled
@@ -41,7 +43,7 @@ def trainer_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "transformers" / "trainer.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(huggingface._Keeping, "_listen", lambda _: None)
-    monkeypatch.setattr(huggingface._Keeping, "place", lambda _: "kept")
+    monkeypatch.setattr(huggingface._Keeping, "place", lambda _, **__: "kept")
     finder = Finder("ckpts/run1")
     finder.install()
     try:
@@ -78,6 +80,130 @@ def test_what_has_a_door_of_its_own_trains_unkept(trainer_class: Any, capsys: py
     """An error in the line that builds it would stop a script that is well."""
     assert trainer_class(is_deepspeed_enabled=True).train() is None
     assert "this Trainer is not kept: this trainer trains with DeepSpeed" in capsys.readouterr().err
+
+
+def _kept(trainer: Any, monkeypatch: pytest.MonkeyPatch, place: Any = None) -> Any:
+    """The trainer under `keep`, with what is found at its path."""
+    monkeypatch.setattr(huggingface, "newest", lambda *_: place)
+    monkeypatch.setattr(huggingface._Keeping, "_placed", lambda *_: "kept")
+    return huggingface.keep(trainer, "ckpts/run1")
+
+
+def _unlistened(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A class of Trainers that are not kept yet."""
+    monkeypatch.setattr(huggingface._Keeping, "_listen", lambda _: None)
+    names: dict[str, Any] = {}
+    exec(MODULE, names)
+    return names["Trainer"]  # type: ignore[no-any-return]
+
+
+def test_a_train_of_a_subclass_is_called_as_the_script_calls_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bare(_unlistened(monkeypatch)):  # type: ignore[misc]
+        def train(self) -> Any:
+            return super().train() or "trained"
+
+    class Named(_unlistened(monkeypatch)):  # type: ignore[misc]
+        def train(self, epochs: int = 1, **options: Any) -> Any:
+            return epochs, options
+
+    class Handed(_unlistened(monkeypatch)):  # type: ignore[misc]
+        def train(self, *args: Any, **options: Any) -> Any:
+            return super().train(*args, **options)
+
+    assert _kept(Bare(), monkeypatch).train() == "trained"
+    assert "the method train of Bare takes no resume_from_checkpoint" in caplog.text
+    assert _kept(Named(), monkeypatch).train(epochs=3) == (3, {})
+    assert _kept(Handed(), monkeypatch).train(None) is None
+    found = (SimpleNamespace(), SimpleNamespace())
+    assert _kept(Named(), monkeypatch, found).train(3) == (3, {"resume_from_checkpoint": "kept"})
+    assert _kept(Handed(), monkeypatch, found).train() == "kept"
+    assert _kept(Handed(), monkeypatch, found).train(None) == "kept"
+    with pytest.raises(UsageError, match="the method train of Bare takes no resume_from_checkpoint"):
+        _kept(Bare(), monkeypatch, found).train()
+
+
+def test_zero_lines_keep_no_train_that_cannot_go_on(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Bare(trainer_class):  # type: ignore[misc]
+        def train(self) -> Any:
+            return super().train() or "trained"
+
+    assert Bare().train() == "trained"
+    assert "this training is not kept: the method train of Bare takes no resume_from_checkpoint" in caplog.text
+
+
+LOOP = """
+from types import SimpleNamespace
+
+class TrainerCallback:
+    on_train_begin = None
+
+class Trainer:
+    _load_rng_state = _maybe_log_save_evaluate = accelerator = _run_epoch = _finalize_training = None
+    model = model_wrapped = optimizer = lr_scheduler = None
+
+    def __init__(self):
+        self.callback_handler = SimpleNamespace(callbacks=[])
+        self.state = SimpleNamespace(global_step=0, max_steps=2)
+
+    def add_callback(self, callback):
+        self.callback_handler.callbacks.append(callback)
+
+    def train(self, resume_from_checkpoint=None):
+        return self._inner_training_loop()
+
+    def _init_training_state(self, steps, steps_in_epoch, epochs):
+        return 0, 0
+
+    def _inner_training_loop(self):
+        self._init_training_state(2, 2, 1)
+        self.begin()
+
+    def begin(self):
+        for each in self.callback_handler.callbacks:
+            if each.on_train_begin is not None:
+                each.on_train_begin()
+"""
+
+
+@pytest.fixture
+def looping(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A class of Trainers that come as far as `on_train_begin`."""
+    module = ModuleType("transformers")
+    exec(LOOP, vars(module))
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    monkeypatch.setattr(huggingface._Keeping, "epochs", lambda _, began, __: began)
+    return module.Trainer  # type: ignore[no-any-return]
+
+
+def test_what_is_restored_stands_behind_what_later_callbacks_begin_with(
+    looping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(huggingface._Keeping, "begin", lambda _: told.append("restored"))
+    trainer = _kept(looping(), monkeypatch)
+    trainer.add_callback(SimpleNamespace(on_train_begin=lambda: told.append("average")))
+    trainer.train()
+    assert told == ["average", "restored"]
+
+
+def test_a_training_loop_that_makes_other_calls_is_refused_or_not_kept(
+    looping: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of transformers 4, which some subclasses have copied."""
+
+    class Copied(looping):  # type: ignore[misc]
+        def _inner_training_loop(self) -> None:
+            self.begin()
+
+    with pytest.raises(UsageError, match="Copied has a training loop of its own"):
+        _kept(Copied(), monkeypatch).train()
+    unasked = _kept(Copied(), monkeypatch)
+    unasked.holdfast.turn = lambda: True
+    unasked.train()
+    assert "this training is not kept: Copied has a training loop of its own" in caplog.text
+    assert unasked.holdfast.checkpointer is None
 
 
 class _Begins(Exception):
