@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from holdfast.adapters import huggingface, lightning
+from holdfast.adapters.hf_parts.accelerate_loaders import Loaders
 from holdfast.adapters.zero_lines.frameworks import Finder
+from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.entries import carried_tensors
 from holdfast.checkpoint.entries.trained_parameters import Trained
 
 MODULE = """
@@ -206,6 +209,19 @@ def test_a_training_loop_that_makes_other_calls_is_refused_or_not_kept(
     assert unasked.holdfast.checkpointer is None
 
 
+def test_an_optimizer_whose_steps_are_made_by_hooks_is_refused(looping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers makes one for `galore_adamw_layerwise`."""
+
+    class LayerWiseDummyOptimizer(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__([torch.ones(1)], {"lr": 1.0})
+
+    trainer = looping()
+    trainer.optimizer = SimpleNamespace(optimizer=LayerWiseDummyOptimizer())
+    with pytest.raises(UsageError, match="makes no steps: hooks on parameters do"):
+        _kept(trainer, monkeypatch).train()
+
+
 class _Begins(Exception):
     """Raised where a fit begins to be kept."""
 
@@ -339,3 +355,48 @@ def test_what_is_prepared_or_registered_behind_wrap_is_named(caplog: pytest.LogC
     accelerator._models, caplog_before = (), caplog.text
     accelerator.prepare([])
     assert caplog.text == caplog_before, "all was given free"
+
+
+def _accumulating(batches: int) -> Any:
+    """As much of an Accelerator as `wrap` looks at, behind so many batches that are added up without `accumulate`."""
+    torch.manual_seed(1)
+    made: Any = _Accelerator()
+    model = torch.nn.Linear(2, 1)
+    made._models, made._schedulers, made._custom_objects, made.scaler = [model], [], [], None
+    made._optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+    made._dataloaders = [torch.utils.data.DataLoader(torch.ones(4, 2))]  # type: ignore[arg-type]
+    made.distributed_type, made.sync_gradients, made.step = SimpleNamespace(value="NO"), True, 0
+    made.gradient_state = SimpleNamespace(dataloader_references=[None])
+    made.project_configuration = SimpleNamespace(automatic_checkpoint_naming=False)
+    for number in range(batches):
+        model(torch.full((1, 2), number + 1.0)).sum().backward()
+    return made
+
+
+def test_gradients_that_are_added_up_by_hand_come_back(tmp_path: Path, runtime_dir: Path) -> None:
+    config = Config(runtime_dir=str(runtime_dir), linger_s=1.0)
+    saving = _accumulating(0)
+    first = huggingface.wrap(saving, tmp_path / "job", config=config)
+    first.restore()
+    for number in range(2):
+        saving._models[0](torch.full((1, 2), number + 1.0)).sum().backward()
+        first.step(number)
+    first.save(1, "durable").wait("durable")
+    first.abandon()
+    going_on = _accumulating(0)
+    again = huggingface.wrap(going_on, tmp_path / "job", config=config)
+    assert again.restore() == 2
+    assert going_on._models[0].weight.grad.tolist() == [[3.0, 3.0]]
+    again.abandon()
+
+
+def test_gradients_that_no_version_can_have_are_an_error_within_an_accumulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saving = _accumulating(1)
+    loaders = Loaders(saving)
+    saving.sync_gradients = False
+    assert "gradients" not in loaders.state_dict()
+    monkeypatch.setattr(carried_tensors, "MAX_BYTES", 4)
+    with pytest.raises(UsageError, match=r"report steps where accelerator\.sync_gradients is true"):
+        loaders.state_dict()

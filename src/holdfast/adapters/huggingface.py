@@ -308,12 +308,7 @@ class _Keeping:
         if self._rests:
             return
         trainer = self._trainer
-        if not self._has_set_out:
-            error = UsageError(
-                f"{type(trainer).__name__} has a training loop of its own, which does not call _init_training_state: "
-                "a restart within an epoch would not go on as an undisturbed training",
-                remedy="let its _inner_training_loop call that of transformers 5, or keep the loop with a holdfast.Checkpointer",
-            )
+        if (error := self._why_not()) is not None:
             if self.turn is None or self.goes_on:
                 raise error
             logger.warning("this training is not kept: %s", error)
@@ -340,6 +335,22 @@ class _Keeping:
             if trainer.model.training is not self._trains:  # an evaluation may have been the last thing that it did
                 trainer.model_wrapped.train(self._trains)
         self._random = ProcessRandomness().state_dict()
+
+    def _why_not(self) -> UsageError | None:
+        """Return why this training cannot be kept; None if it can."""
+        if not self._has_set_out:
+            return UsageError(
+                f"{type(self._trainer).__name__} has a training loop of its own, which does not call _init_training_state: "
+                "a restart within an epoch would not go on as an undisturbed training",
+                remedy="let its _inner_training_loop call that of transformers 5, or keep the loop with a holdfast.Checkpointer",
+            )
+        optimizer = _bare(self._trainer.optimizer, "optimizer")
+        if any(kind.__name__ == "LayerWiseDummyOptimizer" for kind in type(optimizer).__mro__):
+            return UsageError(
+                f"{type(optimizer).__name__} makes no steps: hooks on parameters do, with optimizers that no version would have",
+                remedy="choose an `optim` that is not layerwise",
+            )
+        return None
 
     def counted(self) -> dict[str, Any]:
         """Return what a version says of the run besides the trainer's state: seconds of training, whether it stopped
