@@ -40,7 +40,12 @@ def test_a_second_save_in_one_step_under_another_tag_is_told(caplog: pytest.LogC
     handles: dict[int, object] = {}
     engine._files, engine._saves, engine._durable_every, engine._native = _Files((), (0,), {}), 0, 1, None
     engine._kept, engine._engine = (None, ""), SimpleNamespace(global_steps=0)
-    engine._save = lambda _, tag: setattr(engine._files, "tag", tag) or True
+
+    def save(_: str, tag: str) -> bool:
+        engine._files.tag = tag
+        return True
+
+    engine._save = save
     engine._checkpointer = SimpleNamespace(save=lambda step, _: handles.setdefault(step, object()))
     for step, tag in ((1, "last"), (2, "last"), (2, "last")):
         engine._engine.global_steps = step

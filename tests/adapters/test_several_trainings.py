@@ -335,7 +335,7 @@ def test_each_entry_of_a_log_is_written_once(monkeypatch: pytest.MonkeyPatch) ->
 class _Accelerator:
     """As much of an Accelerator as what is late is told by."""
 
-    _models = (1,)
+    _models: tuple[int, ...] = (1,)
 
     def prepare(self, *things: Any) -> tuple[Any, ...]:
         return things
