@@ -197,6 +197,13 @@ def test_a_load_is_of_the_name_that_was_asked_for_with_the_crc_that_was(front: F
         front.load("m-1_3.ckpt", crc_check=True)
 
 
+def test_of_two_saves_in_one_step_each_comes_back(front: Front) -> None:
+    for name, value in (("a-1_3.ckpt", 1.0), ("b-1_3.ckpt", 2.0), ("b-1_3.ckpt", 2.0)):
+        front.save(name, 3, {"w": [np.full(2, value)]})
+    assert front.load("a-1_3.ckpt", crc_check=False)["w"][0].tolist() == [1.0, 1.0]
+    assert front.load("b-1_3.ckpt", crc_check=False)["w"][0].tolist() == [2.0, 2.0]
+
+
 def test_names_are_counted_as_mindspore_counts_files(tmp_path: Path) -> None:
     for at, name in enumerate(("m-1_1.ckpt", "m-1_2.ckpt", "m-graph.meta", "m_1-1_1.ckpt", "m-1_3_breakpoint.ckpt")):
         (tmp_path / name).write_text("x")

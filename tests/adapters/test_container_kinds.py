@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,3 +92,39 @@ def test_what_makes_missing_parts_is_seen_to_change() -> None:
     assert changed.reason == ""
     _noted(again)[0].before.put(changed.rows, changed.gone)
     assert _shown(again.seen) == _shown(log.seen)
+
+
+def _act(double: bool) -> Any:
+    if double:
+
+        def act(x: float) -> float:
+            return 2 * x
+    else:
+
+        def act(x: float) -> float:
+            return x
+
+    return act
+
+
+FUNCTIONS = {
+    "lambdas": lambda new: (lambda _: 0.1) if new else (lambda _: 1.0),
+    "functions of one name": _act,
+    "functions of NumPy": lambda new: np.maximum if new else np.minimum,
+}
+
+
+@pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_a_function_that_another_one_takes_the_place_of_is_refused(make: Any) -> None:
+    log = SimpleNamespace(weigh=make(False))
+    changes, _ = _noted(log)
+    log.weigh = make(False)
+    assert not changes.now().reason  # the same text
+    log.weigh = make(True)
+    assert changes.now().reason.startswith("'log.weigh' changes in the loop")
+
+
+def test_a_function_has_the_same_token_in_every_process() -> None:
+    _, reach = _noted(log := SimpleNamespace(weigh=_act(True)))
+    (token,) = {repr(each) for path, each in reach.look({"log": log}, []).fixed.items() if path == "log.weigh"}
+    assert token == f"{__name__}._act.<locals>.act"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from holdfast.adapters.deepspeed import _Files
+from holdfast.adapters.deepspeed import CheckpointEngine, _Files
 from holdfast.base.errors import MismatchError
 
 
@@ -30,3 +33,23 @@ def test_names_of_deepspeed_are_taken(tag: str) -> None:
     files = _Files((), (0,), {})
     files.holdfast_accepts({"tag": tag, "files": {"mp_rank_00_model_states.pt": {}}})
     files.holdfast_accepts({"tag": "", "files": {}})
+
+
+def test_a_second_save_in_one_step_under_another_tag_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine: Any = CheckpointEngine.__new__(CheckpointEngine)
+    handles: dict[int, object] = {}
+    engine._files, engine._saves, engine._durable_every, engine._native = _Files((), (0,), {}), 0, 1, None
+    engine._kept, engine._engine = (None, ""), SimpleNamespace(global_steps=0)
+
+    def save(_: str, tag: str) -> bool:
+        engine._files.tag = tag
+        return True
+
+    engine._save = save
+    engine._checkpointer = SimpleNamespace(save=lambda step, _: handles.setdefault(step, object()))
+    for step, tag in ((1, "last"), (2, "last"), (2, "last")):
+        engine._engine.global_steps = step
+        engine._save_checkpoint("dir", tag)
+    assert not caplog.text
+    engine._save_checkpoint("dir", "best")
+    assert "under the tag 'best' has no version: step 2 was saved under 'last' already" in caplog.text

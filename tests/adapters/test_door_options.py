@@ -48,6 +48,7 @@ def test_options_and_objects_of_the_script_pass(tmp_path: Path) -> None:
 def test_a_trainer_that_is_kept_is_not_kept_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Bare:
         _load_rng_state = _maybe_log_save_evaluate = train = accelerator = callback_handler = None
+        _init_training_state = _run_epoch = _finalize_training = None
 
         def add_callback(self, _: Any) -> None: ...
 

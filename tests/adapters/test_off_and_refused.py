@@ -89,7 +89,7 @@ def test_switched_off_no_script_is_looked_at_changed_or_kept(
 
 def trainer(**more: Any) -> Any:
     """As much of a `transformers.Trainer` as `keep` looks at."""
-    parts = dict.fromkeys(("callback_handler", "_load_rng_state", "_maybe_log_save_evaluate", "accelerator", "train"))
+    parts = dict.fromkeys(huggingface._NEEDED)
     return SimpleNamespace(**{**parts, **more})
 
 
@@ -128,6 +128,10 @@ def test_a_trainer_that_trains_with_deepspeed_has_another_door(tmp_path: Path) -
         huggingface.keep(trainer(is_deepspeed_enabled=True), tmp_path)
     with pytest.raises(UsageError, match=r"no transformers\.Trainer"):
         huggingface.keep(object(), tmp_path)
+    old = trainer()
+    del old._init_training_state
+    with pytest.raises(UsageError, match="of release 5: it has no _init_training_state"):
+        huggingface.keep(old, tmp_path)
 
 
 def accelerator(kind: str = "NO", models: tuple[Any, ...] = ()) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import sys
 from textwrap import indent
 
 import pytest
 
+from holdfast.adapters.zero_lines import outside_values
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, find_nested
 from holdfast.adapters.zero_lines.script_text import HOOK
 
@@ -219,6 +221,35 @@ LATE = "if time.time() - t0 > 60:\n    t0 = time.time()\n    "
 )  # fmt: skip
 def test_draws_and_modes_that_hang_on_a_clock_are_found(before: str, body: str) -> None:
     assert "goes into the training" in found(f"t0 = time.time()\n{before}", body).outside
+
+
+@pytest.mark.parametrize(
+    ("before", "body"),
+    [
+        ("", "match step:\n    case 1 if time.time() > 60: break"),
+        ("", "match step:\n    case 1 if time.time() > 60: pass\n    case _: break"),
+        ("", "match time.time():\n    case t: pass\nif t > 60: break"),
+        pytest.param(
+            "", "try:\n    late = time.time() > 60\nexcept* OSError:\n    pass\nif late: break",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="`except*` is of Python 3.11"),
+        ),
+        ("import two\nclass A(two.B): pass\nclass B(two.A):\n    def late(self): return time.time() > 60\na = A()", "if B().late(): break"),
+    ],
+)  # fmt: skip
+def test_a_clock_in_seldom_statements_is_found(before: str, body: str) -> None:
+    assert "'time.time()' (line" in found(before, body).outside
+
+
+def test_a_text_that_cannot_be_gone_through_is_refused_only_if_it_reads_a_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(outside_values.DrawingCalls, "__init__", fails)
+    for told in ("print(time.time())", "from time import perf_counter as now"):
+        assert "cannot be told from the text" in found("", told).outside
+    assert not found("", "time.sleep(0)").outside
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,17 @@ import pytest
 import torch
 
 from holdfast.adapters import huggingface, lightning
+from holdfast.adapters.hf_parts.accelerate_loaders import Loaders
 from holdfast.adapters.zero_lines.frameworks import Finder
+from holdfast.base.config import Config
+from holdfast.base.errors import UsageError
+from holdfast.checkpoint.entries import carried_tensors
 from holdfast.checkpoint.entries.trained_parameters import Trained
 
 MODULE = """
 class Trainer:
     _load_rng_state = _maybe_log_save_evaluate = accelerator = callback_handler = None
+    _init_training_state = _run_epoch = _finalize_training = None
 
     def __init__(self, is_deepspeed_enabled=False):
         self.is_deepspeed_enabled = is_deepspeed_enabled
@@ -41,7 +46,7 @@ def trainer_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "transformers" / "trainer.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(huggingface._Keeping, "_listen", lambda _: None)
-    monkeypatch.setattr(huggingface._Keeping, "place", lambda _: "kept")
+    monkeypatch.setattr(huggingface._Keeping, "place", lambda _, **__: "kept")
     finder = Finder("ckpts/run1")
     finder.install()
     try:
@@ -78,6 +83,143 @@ def test_what_has_a_door_of_its_own_trains_unkept(trainer_class: Any, capsys: py
     """An error in the line that builds it would stop a script that is well."""
     assert trainer_class(is_deepspeed_enabled=True).train() is None
     assert "this Trainer is not kept: this trainer trains with DeepSpeed" in capsys.readouterr().err
+
+
+def _kept(trainer: Any, monkeypatch: pytest.MonkeyPatch, place: Any = None) -> Any:
+    """The trainer under `keep`, with what is found at its path."""
+    monkeypatch.setattr(huggingface, "newest", lambda *_: place)
+    monkeypatch.setattr(huggingface._Keeping, "_placed", lambda *_: "kept")
+    return huggingface.keep(trainer, "ckpts/run1")
+
+
+def _unlistened(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A class of Trainers that are not kept yet."""
+    monkeypatch.setattr(huggingface._Keeping, "_listen", lambda _: None)
+    names: dict[str, Any] = {}
+    exec(MODULE, names)
+    return names["Trainer"]  # type: ignore[no-any-return]
+
+
+def test_a_train_of_a_subclass_is_called_as_the_script_calls_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bare(_unlistened(monkeypatch)):  # type: ignore[misc]
+        def train(self) -> Any:
+            return super().train() or "trained"
+
+    class Named(_unlistened(monkeypatch)):  # type: ignore[misc]
+        def train(self, epochs: int = 1, **options: Any) -> Any:
+            return epochs, options
+
+    class Handed(_unlistened(monkeypatch)):  # type: ignore[misc]
+        def train(self, *args: Any, **options: Any) -> Any:
+            return super().train(*args, **options)
+
+    assert _kept(Bare(), monkeypatch).train() == "trained"
+    assert "the method train of Bare takes no resume_from_checkpoint" in caplog.text
+    assert _kept(Named(), monkeypatch).train(epochs=3) == (3, {})
+    assert _kept(Handed(), monkeypatch).train(None) is None
+    found = (SimpleNamespace(), SimpleNamespace())
+    assert _kept(Named(), monkeypatch, found).train(3) == (3, {"resume_from_checkpoint": "kept"})
+    assert _kept(Handed(), monkeypatch, found).train() == "kept"
+    assert _kept(Handed(), monkeypatch, found).train(None) == "kept"
+    with pytest.raises(UsageError, match="the method train of Bare takes no resume_from_checkpoint"):
+        _kept(Bare(), monkeypatch, found).train()
+
+
+def test_zero_lines_keep_no_train_that_cannot_go_on(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Bare(trainer_class):  # type: ignore[misc]
+        def train(self) -> Any:
+            return super().train() or "trained"
+
+    assert Bare().train() == "trained"
+    assert "this training is not kept: the method train of Bare takes no resume_from_checkpoint" in caplog.text
+
+
+LOOP = """
+from types import SimpleNamespace
+
+class TrainerCallback:
+    on_train_begin = None
+
+class Trainer:
+    _load_rng_state = _maybe_log_save_evaluate = accelerator = _run_epoch = _finalize_training = None
+    model = model_wrapped = optimizer = lr_scheduler = None
+
+    def __init__(self):
+        self.callback_handler = SimpleNamespace(callbacks=[])
+        self.state = SimpleNamespace(global_step=0, max_steps=2)
+
+    def add_callback(self, callback):
+        self.callback_handler.callbacks.append(callback)
+
+    def train(self, resume_from_checkpoint=None):
+        return self._inner_training_loop()
+
+    def _init_training_state(self, steps, steps_in_epoch, epochs):
+        return 0, 0
+
+    def _inner_training_loop(self):
+        self._init_training_state(2, 2, 1)
+        self.begin()
+
+    def begin(self):
+        for each in self.callback_handler.callbacks:
+            if each.on_train_begin is not None:
+                each.on_train_begin()
+"""
+
+
+@pytest.fixture
+def looping(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A class of Trainers that come as far as `on_train_begin`."""
+    module = ModuleType("transformers")
+    exec(LOOP, vars(module))
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    monkeypatch.setattr(huggingface._Keeping, "epochs", lambda _, began, __: began)
+    return module.Trainer  # type: ignore[no-any-return]
+
+
+def test_what_is_restored_stands_behind_what_later_callbacks_begin_with(
+    looping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(huggingface._Keeping, "begin", lambda _: told.append("restored"))
+    trainer = _kept(looping(), monkeypatch)
+    trainer.add_callback(SimpleNamespace(on_train_begin=lambda: told.append("average")))
+    trainer.train()
+    assert told == ["average", "restored"]
+
+
+def test_a_training_loop_that_makes_other_calls_is_refused_or_not_kept(
+    looping: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of transformers 4, which some subclasses have copied."""
+
+    class Copied(looping):  # type: ignore[misc]
+        def _inner_training_loop(self) -> None:
+            self.begin()
+
+    with pytest.raises(UsageError, match="Copied has a training loop of its own"):
+        _kept(Copied(), monkeypatch).train()
+    unasked = _kept(Copied(), monkeypatch)
+    unasked.holdfast.turn = lambda: True
+    unasked.train()
+    assert "this training is not kept: Copied has a training loop of its own" in caplog.text
+    assert unasked.holdfast.checkpointer is None
+
+
+def test_an_optimizer_whose_steps_are_made_by_hooks_is_refused(looping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers makes one for `galore_adamw_layerwise`."""
+
+    class LayerWiseDummyOptimizer(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__([torch.ones(1)], {"lr": 1.0})
+
+    trainer = looping()
+    trainer.optimizer = SimpleNamespace(optimizer=LayerWiseDummyOptimizer())
+    with pytest.raises(UsageError, match="makes no steps: hooks on parameters do"):
+        _kept(trainer, monkeypatch).train()
 
 
 class _Begins(Exception):
@@ -193,7 +335,7 @@ def test_each_entry_of_a_log_is_written_once(monkeypatch: pytest.MonkeyPatch) ->
 class _Accelerator:
     """As much of an Accelerator as what is late is told by."""
 
-    _models = (1,)
+    _models: tuple[int, ...] = (1,)
 
     def prepare(self, *things: Any) -> tuple[Any, ...]:
         return things
@@ -213,3 +355,48 @@ def test_what_is_prepared_or_registered_behind_wrap_is_named(caplog: pytest.LogC
     accelerator._models, caplog_before = (), caplog.text
     accelerator.prepare([])
     assert caplog.text == caplog_before, "all was given free"
+
+
+def _accumulating(batches: int) -> Any:
+    """As much of an Accelerator as `wrap` looks at, behind so many batches that are added up without `accumulate`."""
+    torch.manual_seed(1)
+    made: Any = _Accelerator()
+    model = torch.nn.Linear(2, 1)
+    made._models, made._schedulers, made._custom_objects, made.scaler = [model], [], [], None
+    made._optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+    made._dataloaders = [torch.utils.data.DataLoader(torch.ones(4, 2))]  # type: ignore[arg-type]
+    made.distributed_type, made.sync_gradients, made.step = SimpleNamespace(value="NO"), True, 0
+    made.gradient_state = SimpleNamespace(dataloader_references=[None])
+    made.project_configuration = SimpleNamespace(automatic_checkpoint_naming=False)
+    for number in range(batches):
+        model(torch.full((1, 2), number + 1.0)).sum().backward()
+    return made
+
+
+def test_gradients_that_are_added_up_by_hand_come_back(tmp_path: Path, runtime_dir: Path) -> None:
+    config = Config(runtime_dir=str(runtime_dir), linger_s=1.0)
+    saving = _accumulating(0)
+    first = huggingface.wrap(saving, tmp_path / "job", config=config)
+    first.restore()
+    for number in range(2):
+        saving._models[0](torch.full((1, 2), number + 1.0)).sum().backward()
+        first.step(number)
+    first.save(1, "durable").wait("durable")
+    first.abandon()
+    going_on = _accumulating(0)
+    again = huggingface.wrap(going_on, tmp_path / "job", config=config)
+    assert again.restore() == 2
+    assert going_on._models[0].weight.grad.tolist() == [[3.0, 3.0]]
+    again.abandon()
+
+
+def test_gradients_that_no_version_can_have_are_an_error_within_an_accumulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saving = _accumulating(1)
+    loaders = Loaders(saving)
+    saving.sync_gradients = False
+    assert "gradients" not in loaders.state_dict()
+    monkeypatch.setattr(carried_tensors, "MAX_BYTES", 4)
+    with pytest.raises(UsageError, match=r"report steps where accelerator\.sync_gradients is true"):
+        loaders.state_dict()

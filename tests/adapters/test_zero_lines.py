@@ -85,6 +85,48 @@ def test_the_loop_is_found_with_what_lives_from_step_to_step() -> None:
     assert not {"now", "text"} & set(site.lives)
 
 
+_STEP = "loss = model(data).sum() * weigh(rows)\n    loss.backward()\n    optimizer.step()\n"
+_LOOP = f"scale = 1.0\nfor step in range(10):\n    {_STEP}    scale = 0.5**step\n"
+_WEIGH = "def weigh(rows):\n    return scale\n"
+_INNER = "    {head}:\n        if bad(loss):\n            break\n    else:\n        continue\n    scale = float(loss)\n"
+READ_BEHIND_A_NAME = {
+    "first of two methods": (
+        "class A:\n    def forward(self, x):\n        return scale\n"
+        "class B:\n    def forward(self, x):\n        return x\n" + _LOOP
+    ),
+    "function and method": _WEIGH + "class A:\n    def weigh(self, rows):\n        return 1\n" + _LOOP,
+    "two helpers": "def first():\n"
+    + "".join(f"    {line}\n" for line in (_WEIGH + _LOOP).splitlines())
+    + "def second():\n    def weigh(rows):\n        return 1\n    return weigh\nfirst()\n",
+    "function and lambda": _WEIGH + "def other():\n    weigh = lambda rows: 1\n    return weigh\n" + _LOOP,
+    "argument of an inner lambda": (
+        "def weigh(rows):\n    rows.sort(key=lambda scale: -scale)\n    return rows[0] * scale\n" + _LOOP
+    ),
+    "default of a lambda": _LOOP.replace("weigh(rows)", "call(lambda scale=scale: scale)"),
+    "items of a comprehension": _LOOP.replace("weigh(rows)", "sum([scale for scale in scale])"),
+    "continue in the else of a for": (
+        f"for step in range(10):\n    {_STEP}" + _INNER.format(head="for row in rows") + "print(scale)\n"
+    ),
+    "continue in the else of a while": (
+        f"for step in range(10):\n    {_STEP}" + _INNER.format(head="while loss > 1") + "print(scale)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", READ_BEHIND_A_NAME.values(), ids=READ_BEHIND_A_NAME.keys())
+def test_a_name_that_any_bearer_of_a_name_may_read_lives_from_step_to_step(source: str) -> None:
+    found = find_nested(source)
+    assert isinstance(found, Nest)
+    assert "scale" in found.sites[0].lives
+
+
+def test_names_of_classes_and_lambdas_do_not_live_from_step_to_step() -> None:
+    inner = "    class Way:\n        size = 1\n        def weigh(self, rows):\n            return 1\n    rows.sort(key=lambda row: -row)\n"
+    found = find_nested("for step in range(10):\n" + inner + f"    {_STEP}")
+    assert isinstance(found, Nest)
+    assert not {"weigh", "size", "row", "self"} & {*found.sites[0].lives}
+
+
 @pytest.mark.parametrize(
     ("behind", "world", "is_alike"),
     [
@@ -208,6 +250,9 @@ def kept_by_two_ranks(
     code = compile(nest.tree, "train.py", "exec")
     mine = threading.local()
     monkeypatch.setattr(collectives, "ranks", lambda: mine.rank)
+    # Two ranks of one process wrap the same function of torch, and take their wraps off in any order.
+    loaders = torch.utils.data.DataLoader
+    monkeypatch.setattr(loaders, "_get_iterator", loaders._get_iterator)
 
     def begin(rank: collectives.Ranks) -> object:
         mine.rank = rank
@@ -376,6 +421,55 @@ def test_versions_follow_optimizer_steps_and_script_ends_normally(
     assert "through" in told.out
 
 
+ENDS_EARLY = """
+import torch
+
+class Buckets(torch.utils.data.Sampler):
+    def __len__(self):
+        return 9
+    def __iter__(self):
+        return iter([[0, 1], [2], [3]])
+
+torch.manual_seed(0)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_sampler=Buckets())
+for batch in loader:
+    seen = model(batch.unsqueeze(1))
+    loss = seen.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("END", READ)
+"""
+
+
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize(("read", "is_carried"), [("loss.item()", True), ("[seen]", False), ("1", True)])
+def test_what_is_read_behind_a_loop_that_ends_before_its_length_is_saved_or_refused(
+    read: str,
+    is_carried: bool,
+    tmp_path: Path,
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DURABLE_EVERY", "1")
+    (script := tmp_path / "train.py").write_text(ENDS_EARLY.replace("READ", read))
+    kept = ScriptLauncher(str(tmp_path / "root"))
+    kept(RunOrder(1, arguments=(str(script),)))
+    first = capfd.readouterr()
+    assert ("ends before the number of its items that was told" in first.err) is not is_carried
+    if not is_carried:
+        return
+    open_checkpointers.abandon_all()
+    kept(RunOrder(2, arguments=(str(script),)))
+    again = capfd.readouterr()
+    assert again.out == first.out
+    assert again.out.startswith("END")
+    assert "the loop of line 14 has made all its steps" in again.err
+
+
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize(
     ("source", "told"),
@@ -411,6 +505,29 @@ def test_what_is_kept_or_refused_is_an_event(
     lines = [line for line in heard if line.startswith("script_lines")]
     assert [line for line in heard if line.startswith("script_") and line not in lines] == told
     assert bool(lines) == ("optimizer.step()" in source and told[-1].startswith("script_refused"))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"\xef\xbb\xbfx = '\xc3\xa9'\n", "no loop"),
+        (b"# -*- coding: latin-1 -*-\nx = '\xe9'\n", "no loop"),
+        (b"# one\n# two\nx = '\xe9'\n", "its text cannot be read: UnicodeDecodeError"),
+        (b"# coding: none\n", "its text cannot be read: SyntaxError"),
+        (b"x = '\0'\n", "its text cannot be read: "),
+    ],
+)
+@pytest.mark.parametrize("by_order", [False, True])
+def test_a_text_is_read_as_python_reads_it_and_refused_if_it_cannot_be(
+    text: bytes, why: str, by_order: bool, tmp_path: Path
+) -> None:
+    (script := tmp_path / "train.py").write_bytes(text)
+    events, heard = Events(), list[str]()
+    events.subscribe(lambda event: heard.append(f"{event.name}: {event.fields.get('reason')}"))
+    order = RunOrder(1, arguments=(str(script),), text=text.decode("latin-1") if by_order else "")
+    with contextlib.nullcontext() if why == "no loop" else pytest.raises((SyntaxError, ValueError)):
+        ScriptLauncher(str(tmp_path / "root"), events)(order)
+    assert [line for line in heard if why in line] == heard != []
 
 
 def test_a_script_with_a_trainer_is_not_frightened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

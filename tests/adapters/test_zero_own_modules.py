@@ -31,6 +31,12 @@ def test_the_loop_of_a_module_beside_the_script_is_found(tmp_path: Path) -> None
     assert found(tmp_path, "from own_trainer import train", own_trainer=LOOP) == "own_trainer"
 
 
+@pytest.mark.parametrize("begin", [b"\xef\xbb\xbf# \xc3\xa9\n", b"# coding: latin-1\n# \xe9\n"], ids=["mark", "coding"])
+def test_a_module_is_read_as_python_reads_it(begin: bytes, tmp_path: Path) -> None:
+    (tmp_path / "own_trainer.py").write_bytes(begin + LOOP.encode())
+    assert found(tmp_path, "from own_trainer import train") == "own_trainer"
+
+
 def test_it_is_found_through_other_modules_and_packages(tmp_path: Path) -> None:
     files = {
         "own_runner": "import own_pack.engine", "own_pack__in____init__": "from .deep import train",

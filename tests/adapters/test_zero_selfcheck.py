@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import forked
-from holdfast.checkpoint.usage import sandbox
+from holdfast.checkpoint.usage import replay_check, sandbox
 from sample_kit import MORE
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
@@ -125,6 +125,31 @@ def train() -> None:
     model(torch.randn(2, 4)).square().mean().backward()
     optimizer.step()
     os.write(1, b"nobody reads this")
+
+
+@pytest.mark.parametrize("by_script", [False, True], ids=["ignored", "taken up by the script"])
+def test_a_child_that_is_not_there_to_be_waited_for_is_no_error(
+    by_script: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(replay_check, "why_not", lambda _: "")
+    monkeypatch.setattr(replay_check.os, "fork", lambda: child.pid)
+    check = replay_check.SelfCheck(lambda: pytest.fail("nobody asks"), clock=False)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        check.begin({})
+        assert check.pending
+        if by_script:
+            child.kill()
+            child.wait()
+        else:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        check.end()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        child.kill()
+        child.wait()
+    assert not check.pending
 
 
 def test_who_is_shut_in_can_compute_and_read(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed as dist
 
 from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, UsageError
 from holdfast.checkpoint.job import collectives
@@ -57,6 +60,27 @@ def test_results_votes_and_shared_bytes() -> None:
     assert {row[1] for row in rows} == {b"from 0"}
     assert all(row[2] == [{"rank": 0}, {"rank": 1}, {"rank": 2}] for row in rows)
     assert {row[3:] for row in rows} == {(True, False)}
+
+
+def test_what_rank_0_shares_is_not_gathered_from_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of rank 0 would lie in the memory of each rank as often as there are ranks."""
+    gathered: list[int] = []
+    gather = dist.all_gather
+
+    def counted(rows: list[torch.Tensor], mine: torch.Tensor, **how: Any) -> Any:
+        gathered.append(mine.nbytes)
+        return gather(rows, mine, **how)
+
+    monkeypatch.setattr(dist, "all_gather", counted)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        group = collectives.Group()
+        for message in (b"", b"1", bytes(range(256)) * 4096):
+            assert collectives.share(group, lambda made=message: made) == message
+    finally:
+        dist.destroy_process_group()
+    assert gathered, "a fault of rank 0 is told to all"
+    assert max(gathered) <= 8, "no more than a length, and whether there was a fault"
 
 
 def test_several_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ DICTS: dict[str, Callable[[int], dict[Any, Any]]] = {
     "strided": lambda new: {"a": line(new, 24).as_strided((4, 3), (2, 3))},
     "elements that overlap": lambda new: {"a": line(new, 24).as_strided((4, 4), (1, 1))},
     "conjugated": lambda new: {"a": (line(new, 4) + 1j).conj()},
+    "conjugated beside its memory": lambda new: {"a": (base := line(new, 4) + 1j), "b": base.conj()},
+    "negated beside its memory": lambda new: {"a": (base := (line(new, 4) + 1j)).imag, "b": base.conj().imag},
     "negated": lambda new: {"a": (line(new, 4) + 1j).conj().imag},
     "empty and scalar": lambda new: {"a": torch.zeros(0, 5), "b": torch.zeros(()) + new, "c": torch.zeros(3, 0)},
     "channels last": lambda new: {"a": (torch.rand(2, 3, 4, 5) + new).to(memory_format=torch.channels_last)},

@@ -40,6 +40,7 @@ from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.handler_errors import pass_on
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.save.save_handle import SaveHandle
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class CheckpointEngine:
         self._checkpointer = SaveOnly(save_dir / OWN, config=config, deepspeed=self._files)
         self._started = False
         self._saves = 0
+        self._kept: tuple[SaveHandle | None, str] = (None, "")  # the last save, and its tag
         self._dir = save_dir
         self._shown: list[str] = []  # while a version is loaded that memory holds
         if native:
@@ -249,11 +251,25 @@ class CheckpointEngine:
         done = bool(self._save(save_dir, tag, *args, **kwargs))
         self._saves += 1
         durable = self._saves % self._durable_every == 0
-        self._checkpointer.save(self._engine.global_steps - 1, "durable" if durable else "captured")
+        self._tell_if_dropped(
+            self._checkpointer.save(self._engine.global_steps - 1, "durable" if durable else "captured")
+        )
         if durable and self._native is not None:
             self._write_own(self._native, kwargs.get("save_latest", args[1] if len(args) > 1 else True))
         self._files.trees = {}
         return done
+
+    def _tell_if_dropped(self, handle: SaveHandle) -> None:
+        """Warn of a second save in one step under another tag: a step has one version, of its first save."""
+        kept, tag = self._kept
+        if handle is not kept:
+            self._kept = handle, self._files.tag
+        elif tag != self._files.tag:
+            logger.warning(
+                "what is saved under the tag %r has no version: step %d was saved under %r already, which is what holdfast loads. "
+                "Save once in a step, under the tag that is to be loaded",
+                self._files.tag, self._engine.global_steps, tag,
+            )  # fmt: skip
 
     def _write_own(self, native: NativeWriter, save_latest: bool) -> None:
         """Queues DeepSpeed's own files of this save. Collective."""

@@ -37,6 +37,7 @@ import torch
 from holdfast.adapters.dcp.peek import newest
 from holdfast.adapters.hf_parts.accelerate_loaders import Loaders
 from holdfast.adapters.hf_parts.samplers import Samplers
+from holdfast.adapters.hf_parts.train_call import PLACE, TrainCall
 from holdfast.adapters.hf_parts.trl_attributes import Attributes, is_of_trl, moving_reference, of_transformers
 from holdfast.adapters.hf_parts.unkept_attributes import Unkept
 from holdfast.adapters.options import AGAIN, checked
@@ -59,12 +60,16 @@ _REMEDY = (
     "An ExportableState of transformers is kept, and so is an object with state_dict and load_state_dict that is given by name: "
     "keep(trainer, path, mine=callback); in a module, a buffer"
 )
+_HAND_ON = f"let it take {PLACE}=None, and hand it on to super().train"
 # Modules are many, and what they count changes from the first step on.
 _LOOKS_AT_MODULES = 4
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _OF_KEEP = frozenset(("holdfast", "holdfast_kept"))
 # What `keep` takes hold of. Trainers without one of these do their work for a step in another way.
-_NEEDED = ("callback_handler", "_load_rng_state", "_maybe_log_save_evaluate", "accelerator", "train")
+_NEEDED = (
+    "callback_handler", "_load_rng_state", "_maybe_log_save_evaluate", "accelerator", "train",
+    "_init_training_state", "_run_epoch", "_finalize_training",
+)  # fmt: skip
 
 
 def keep(trainer: Any, root: str | os.PathLike[str], *, config: Config | None = None, **options: Any) -> Any:
@@ -85,8 +90,11 @@ def keep(trainer: Any, root: str | os.PathLike[str], *, config: Config | None = 
         raise UsageError(
             f"this {type(trainer).__name__} is kept already, in {trainer.holdfast.root}", remedy="call keep once"
         )
-    if not all(hasattr(trainer, name) for name in _NEEDED):
-        raise UsageError(f"{type(trainer).__name__} is no transformers.Trainer", remedy="give the trainer itself")
+    if missing := [name for name in _NEEDED if not hasattr(trainer, name)]:
+        raise UsageError(
+            f"{type(trainer).__name__} is no transformers.Trainer of release 5: it has no {', '.join(missing)}",
+            remedy="give the trainer itself, of transformers 5",
+        )
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise UsageError(
             "this trainer trains with DeepSpeed", remedy="use the checkpoint engine of holdfast for DeepSpeed"
@@ -203,31 +211,45 @@ class _Keeping:
         self._trains = True  # the mode that the model was left in
         self._began_s = 0.0
         self._rests = False  # this call of `train` is not kept
+        self._has_set_out = False  # the trainer made the calls that `keep` takes hold of, as far as training begins
         self._unkept = Unkept(_REMEDY)
         self._looks_at_modules = _LOOKS_AT_MODULES
         self.turn: Callable[[], bool] | None = None  # asked at each call of `train` whether it is to be kept
         self.checkpointer: Checkpointer | None = None
         self._listen()
 
-    def rests(self, trial: Any) -> bool:
+    def rests(self, call: TrainCall) -> bool:
         """Return whether this call of `train` is the trainer's own affair, and say so.
 
         Trials of a search are trainings of their own: to go on with the version of one in the next would be wrong.
         """
         self.leave()
         self._rests = True
-        if trial is not None:
+        if call.trial is not None:
             logger.warning("a trial of a hyperparameter search is not kept: a restart begins the search anew")
         elif self.turn is not None and not self.turn():
             logger.warning(AGAIN, type(self._trainer).__name__, self.root, "keep(trainer, path)")
+        elif self.turn is not None and not call.takes_place:
+            logger.warning("this training is not kept: %s", self._cannot_go_on())
         else:
             self._rests = False
         return self._rests
 
-    def place(self) -> str | None:
-        """A directory with the state of the trainer in the newest version, as it asks for; None on a first start."""
+    def _cannot_go_on(self) -> str:
+        return f"the method train of {type(self._trainer).__name__} takes no {PLACE}, so a restart cannot go on with a version"
+
+    def place(self, *, can_go_on: bool = True) -> str | None:
+        """A directory with the state of the trainer in the newest version, as it asks for; None on a first start.
+
+        Raises:
+            UsageError: there is a version, and the trainer cannot be told to go on with it.
+        """
         self.leave()
         found = newest(self.root, self._config, _saved)
+        if found is not None and not can_go_on:
+            raise UsageError(self._cannot_go_on(), where=self.root, remedy=_HAND_ON)
+        if not can_go_on:
+            logger.warning("%s: %s", self._cannot_go_on(), _HAND_ON)
         return None if found is None else self._placed(*found)
 
     def given(self, place: Any) -> Any:
@@ -278,10 +300,20 @@ class _Keeping:
         return self._place is not None and place == self._place.name
 
     def begin(self) -> None:
-        """Everything is wrapped and nothing is trained: fills it with the version."""
+        """Everything is wrapped and nothing is trained: fills it with the version.
+
+        Raises:
+            UsageError: the trainer makes its steps in a loop of another kind, in which what is restored would not be bit for bit.
+        """
         if self._rests:
             return
         trainer = self._trainer
+        if (error := self._why_not()) is not None:
+            if self.turn is None or self.goes_on:
+                raise error
+            logger.warning("this training is not kept: %s", error)
+            self._rests = True
+            return
         objects = {
             "model": trainer.model_wrapped,
             "optimizer": _bare(trainer.optimizer, "optimizer"),
@@ -303,6 +335,22 @@ class _Keeping:
             if trainer.model.training is not self._trains:  # an evaluation may have been the last thing that it did
                 trainer.model_wrapped.train(self._trains)
         self._random = ProcessRandomness().state_dict()
+
+    def _why_not(self) -> UsageError | None:
+        """Return why this training cannot be kept; None if it can."""
+        if not self._has_set_out:
+            return UsageError(
+                f"{type(self._trainer).__name__} has a training loop of its own, which does not call _init_training_state: "
+                "a restart within an epoch would not go on as an undisturbed training",
+                remedy="let its _inner_training_loop call that of transformers 5, or keep the loop with a holdfast.Checkpointer",
+            )
+        optimizer = _bare(self._trainer.optimizer, "optimizer")
+        if any(kind.__name__ == "LayerWiseDummyOptimizer" for kind in type(optimizer).__mro__):
+            return UsageError(
+                f"{type(optimizer).__name__} makes no steps: hooks on parameters do, with optimizers that no version would have",
+                remedy="choose an `optim` that is not layerwise",
+            )
+        return None
 
     def counted(self) -> dict[str, Any]:
         """Return what a version says of the run besides the trainer's state: seconds of training, whether it stopped
@@ -418,7 +466,13 @@ class _Keeping:
         self.leave()
 
     def attempt(self) -> None:
-        """The trainer sets out to train, for a second time where it looks for a batch that fits: then from the newest version."""
+        """The trainer sets out to train, for a second time where it looks for a batch that fits: then from the newest version.
+
+        Callbacks that were added behind `keep` begin before it too: what they begin with would stand in the place of what is restored.
+        """
+        self._has_set_out = True
+        callbacks = self._trainer.callback_handler.callbacks
+        callbacks.sort(key=lambda each: each is self._callback)
         if self.checkpointer is None:
             return
         self.checkpointer.abandon()
@@ -435,7 +489,7 @@ class _Keeping:
         if self._place is not None:
             self._place.cleanup()
             self._place = None
-        self._version, self._stopped, self._trained = None, False, None
+        self._version, self._stopped, self._trained, self._has_set_out = None, False, None, False
         self._epochs, self._in_epoch, self.last_step = _Epochs(), True, _LastStep()
 
     def epochs(self, began: tuple[int, int], steps_in_epoch: Any) -> tuple[int, int]:
@@ -478,7 +532,8 @@ class _Keeping:
                 keeping.end()
 
         self._trainer.callback_handler.callbacks.insert(0, HoldfastFirst())
-        self._trainer.add_callback(HoldfastCallback())
+        self._callback = HoldfastCallback()
+        self._trainer.add_callback(self._callback)
 
 
 class _Kept:
@@ -486,12 +541,11 @@ class _Kept:
 
     holdfast: _Keeping
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        kept = self.holdfast
-        if kept.rests(args[0] if args else options.get("trial")):
-            return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
-        place = kept.place() if resume_from_checkpoint is None else kept.given(resume_from_checkpoint)
-        return super().train(place, *args, **options)  # type: ignore[misc]
+    def train(self, *args: Any, **options: Any) -> Any:
+        kept, call = self.holdfast, TrainCall(super().train, args, options)  # type: ignore[misc]
+        if kept.rests(call):
+            return call()
+        return call(kept.place(can_go_on=call.takes_place) if call.place is None else kept.given(call.place))
 
     def _load_from_checkpoint(self, place: Any, *args: Any, **options: Any) -> Any:
         return None if self.holdfast.owns(place) else super()._load_from_checkpoint(place, *args, **options)  # type: ignore[misc]

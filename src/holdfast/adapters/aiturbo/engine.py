@@ -135,6 +135,8 @@ class Front:
         _join(rank, world_size)
         self._checkpointer = SaveOnly(root / OWN, ckpt=self._ckpt)
         self._started = False
+        # Of two saves in one step each has a version: a number of its own.
+        self._asked, self._number = ("", -1), -1
 
     def layout(self, stage_layout: Redundancy | None, *, dedup: bool) -> None:
         """Takes over which ranks hold the same."""
@@ -149,7 +151,9 @@ class Front:
             self._checkpointer.restore(fresh=True)
             self._started = True
         self._ckpt.name, self._ckpt.entries = name, dict(entries)
-        handle = self._checkpointer.save(step, "durable")
+        if self._asked != (name, step):
+            self._asked, self._number = (name, step), max(step, self._number + 1)
+        handle = self._checkpointer.save(self._number, "durable")
         self._ckpt.entries = {}
         if handle.given_up:
             logger.warning("%s was not saved: %s", name, handle.given_up)
@@ -166,6 +170,7 @@ class Front:
             self._settle()
         self._checkpointer.restore(_read_name(self.root / name))
         self._started = True
+        self._asked, self._number = ("", -1), -1
         found, self._ckpt.entries = self._ckpt.entries, {}
         if not found:
             raise VersionNotFound("there are no checkpoints", where=str(self.root), remedy="check the path")

@@ -36,8 +36,6 @@ class Loaders:
         accelerator: after `prepare`.
     """
 
-    holdfast_saves_gradients = True
-
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._begun = [_Beginning(loader, accelerator.gradient_state) for loader in accelerator._dataloaders]
@@ -45,26 +43,29 @@ class Loaders:
             self._name_behind_others()
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and place of every loader, random numbers, and what is accumulated: the count of batches, and gradients within a step.
+        """Epoch and place of every loader, random numbers, and the count of batches that are accumulated.
 
         Raises:
-            UsageError: there are such gradients, and they cannot be carried.
+            UsageError: gradients are being added up that no version can have.
         """
         states = [begun.state() for begun in self._begun]
-        gradients = {} if self._accelerator.sync_gradients else living_gradients.packed(self._parameters())
-        if gradients is None:
+        parameters = [] if self._accelerator.sync_gradients else self._parameters()
+        if living_gradients.there_are(parameters) and living_gradients.why_not(parameters):
             raise UsageError(
                 "a step was reported within an accumulation, and its gradients cannot be saved: they are cut in another way, or "
                 "have more than 64 MiB",
                 remedy="report steps where accelerator.sync_gradients is true",
             )
         random = ProcessRandomness().state_dict()
-        return {"loaders": states, "batches": self._accelerator.step, "gradients": gradients, "random": random}
+        return {"loaders": states, "batches": self._accelerator.step, "random": random}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Each loader's next epoch is the one that the version was in, or that would have followed."""
         self._accelerator.step = state["batches"]
-        living_gradients.put(self._parameters(), state.get("gradients", {}))
+        if state.get("gradients"):
+            logger.warning(
+                "gradients were being added up when this version was saved by an older release, and are lost"
+            )
         self._name_behind_others()
         for begun, of_one in zip(self._begun, state["loaders"], strict=False):
             begun.load(of_one, state["random"])

@@ -7,6 +7,7 @@ for there is no place to keep it. The workers are forked from this process, so t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import decode_source
 from pathlib import Path
 
 from torch import distributed as dist
@@ -51,15 +52,19 @@ class ScriptLauncher:
             return
         path = order.arguments[0]
         found: Nest | OwnLoops | str
+        says = order.environment.get("RANK", "0") == "0"
         try:
-            source = order.text.encode("latin-1").decode() if order.text else Path(path).read_text(encoding="utf-8")
+            source = decode_source(order.text.encode("latin-1") if order.text else Path(path).read_bytes())
             found = find_in_script(path, source)
             if found == NO_LOOP:
                 found = find_in_modules(path, source) or found
-        except (OSError, SyntaxError, UnicodeDecodeError, RecursionError) as error:
+        except (OSError, SyntaxError, ValueError, RecursionError) as error:
             pass_on(error)
-            found = ""  # Python tells what is wrong with it
-        says = order.environment.get("RANK", "0") == "0"
+            found = ""
+            reason = f"its text cannot be read: {type(error).__name__}: {error}"
+            self._events.emit("script_refused", reason=reason)
+            if says and (not isinstance(error, OSError | SyntaxError) or main_module.is_bundle(path)):
+                say(_said(reason))  # of all else Python tells what is wrong
         if isinstance(found, str) and found:
             self._events.emit("script_refused", reason=found)
             if says:

@@ -39,7 +39,7 @@ from holdfast.adapters.zero_lines.outside_parts import (
 )
 from holdfast.adapters.zero_lines.script_text import scope_of
 from holdfast.base.handler_errors import pass_on
-from holdfast.checkpoint.usage.name_flow import Function, last_name, stored
+from holdfast.checkpoint.usage.name_flow import TRY, Function, last_name, stored
 
 # What tells something else in every process, by its whole name.
 _TOLD = {
@@ -102,6 +102,8 @@ _PLAIN = {name.rpartition(".")[2] for name in _TOLD} | {
 }
 # What makes an object of the names that it is given.
 _KEYED = {"dict": "['{}']", "Namespace": ".{}", "SimpleNamespace": ".{}"}
+# Statements whose parts run where they stand.
+_BLOCKS: tuple[type[ast.stmt], ...] = (ast.If, ast.With, *TRY)
 # Objects with a `step` that trains nothing.
 _TRAINERS = ("opt", "sched", "adam", "sgd")
 _NOTHING = {"append", "extend", "insert", "write", "add_scalar", "info", "debug", "warning"}
@@ -130,12 +132,12 @@ def find_outside(tree: ast.Module, loops: Sequence[ast.For], others: Sequence[as
         loops: those that train.
         others: texts of other modules of the script, with functions that it may call.
     """
-    flow = _Flow(tree, loops, others)
     try:
+        flow = _Flow(tree, loops, others)
         flow.run()
     except Exception as error:  # noqa: BLE001 - a text that nobody foresaw must run all the same
         pass_on(error)
-        return Outside()
+        return Outside(_asked_unseen((tree, *others)))
     mine = {id(node) for node in ast.walk(tree)}
     asked = [row for row in flow.found.items() if row[0].is_file]
     files = tuple((source.node, line, ends) for source, (line, ends) in asked if id(source.node) in mine)
@@ -543,7 +545,7 @@ class _Flow:
         """Return how each kind of statement is gone through."""
         return {
             ast.Assign: self._gives, ast.AnnAssign: self._gives_one, ast.AugAssign: self._adds, ast.Return: self._returns, ast.If: self._if,
-            ast.For: self._for, ast.AsyncFor: self._for, ast.While: self._while, ast.With: self._with, ast.AsyncWith: self._with, ast.Try: self._try,
+            ast.For: self._for, ast.AsyncFor: self._for, ast.While: self._while, ast.With: self._with, ast.AsyncWith: self._with, **dict.fromkeys(TRY, self._try),
             ast.Match: self._match, ast.Break: self._leaves, ast.Continue: self._leaves, ast.Raise: self._raises,
             ast.Expr: lambda node, frame: self._eval(node.value, frame, alone=True),
         }  # fmt: skip
@@ -586,6 +588,10 @@ class _Flow:
     def _match(self, node: ast.Match, frame: _Frame) -> None:
         held = everything(self._eval(node.subject, frame))
         for case in node.cases:
+            for name in stored([case.pattern]) if held else ():
+                self._set(name, {"": held}, frame, weak=True)
+            if case.guard is not None:
+                held |= plain(self._eval(case.guard, frame))
             self._weakly(case.body, frame, held)
 
     def _leaves(self, node: ast.Break | ast.Continue, frame: _Frame) -> None:
@@ -899,13 +905,19 @@ class _Flow:
             return merged(found, self._passes(node, given, passed, frame, alone=alone, known=True))
         return merged(found, self._passes(node, given, passed, frame, alone=alone, known=False))
 
-    def _of_class(self, kind: ast.ClassDef | None, names: Sequence[str]) -> list[Function]:
-        """Returns the methods of these names that a class of the script has, or one that it is made from."""
-        if kind is None:
+    def _of_class(self, kind: ast.ClassDef | None, names: Sequence[str], *below: ast.ClassDef) -> list[Function]:
+        """Returns the methods of these names that a class of the script has, or one that it is made from.
+
+        Args:
+            kind: the class; None if it is none of the script.
+            names: of the methods.
+            below: the classes that are made from it; one of them has only the name of what it is made from.
+        """
+        if kind is None or kind in below:
             return []
         found = [part for part in kind.body if isinstance(part, Function) and part.name in names]
         bases = [self._classes.get(last_name(base)) for base in kind.bases]
-        return found or [part for base in bases if base is not kind for part in self._of_class(base, names)]
+        return found or [part for base in bases for part in self._of_class(base, names, kind, *below)]
 
     def _new(self, kind: ast.ClassDef, given: _Given, passed: Sources, frame: _Frame) -> Value:
         """Returns what an object of a class holds that is made."""
@@ -1158,18 +1170,31 @@ class _Flow:
         }
 
 
+def _asked_unseen(trees: Sequence[ast.Module]) -> str:
+    """Returns why texts that could not be gone through are not kept; empty if they ask nothing of the world outside."""
+    words = {whole.rpartition(".")[2] for whole in (*_TOLD, *_ALARMS)}
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else [last_name(node)]
+        if isinstance(node, ast.Attribute | ast.ImportFrom) and (told := words & {*names}):
+            return (
+                f"what {min(told)!r} (line {node.lineno}) goes into cannot be told from the text, and a restart is told "
+                f"something else"
+            )
+    return ""
+
+
 def _before(scope: ast.AST, loop: ast.AST) -> Iterator[tuple[ast.stmt, bool]]:
     """Yields the statements of a script or a function above a loop, and whether they plainly give something to a name."""
     for name in ("body", "orelse", "finalbody"):
         for statement in getattr(scope, name, ()):
             if any(node is loop for node in ast.walk(statement)):
-                if isinstance(statement, ast.If | ast.With | ast.Try):
+                if isinstance(statement, _BLOCKS):
                     yield from _before(statement, loop)
                 return
             calls = [last_name(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
             if isinstance(statement, ast.Assign | ast.AnnAssign):
                 yield statement, all(name in _PLAIN for name in calls)
-            elif isinstance(statement, ast.Expr | ast.If | ast.With | ast.Try):
+            elif type(statement) is ast.Expr or isinstance(statement, _BLOCKS):
                 yield statement, False
 
 

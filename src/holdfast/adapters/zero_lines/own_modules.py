@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import spec_from_file_location
+from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeAlias
@@ -100,9 +100,9 @@ def _own_trees(script: str, source: str) -> _Own:
         if name in trees or (file := _file_of(home, name)) is None:
             continue
         try:
-            text = Path(file).read_text(encoding="utf-8")
+            text = decode_source(Path(file).read_bytes())
             tree = ast.parse(text)
-        except (OSError, SyntaxError, UnicodeDecodeError, RecursionError) as error:
+        except (OSError, SyntaxError, ValueError, RecursionError) as error:
             pass_on(error)
             continue  # Python tells what is wrong with it
         trees[name] = (file, text, tree)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.entries.pytree import flatten, references, unflatten
-from holdfast.checkpoint.entries.sharding import Layouts, Piece, local_of, memory_of
+from holdfast.checkpoint.entries.sharding import Layouts, Piece, elements_of, local_of
 from holdfast.checkpoint.entries.types import Group, LiveTensor, LoadRecord, SavedTensor, torch_dtype
 from holdfast.core.layout import reshard
 from holdfast.core.model import Extent, Shard
@@ -103,7 +103,7 @@ class Collector:
         self._late = late
         self._still = StillNames() if still is None else still
         self.tied: dict[str, str] = {}  # other names of memory that is kept under its first
-        self._by_memory: dict[tuple[Any, ...], str] = {}
+        self._by_memory: dict[object, str] = {}
 
     def persistent(
         self,
@@ -137,9 +137,8 @@ class Collector:
             self.owners.setdefault(id(tensor), owner)
             return None
         self.sources.append(tensor)
-        local = live.local
-        memory = (memory_of(local) if local.numel() else id(tensor), tuple(local.shape), local.stride(), local.dtype)
-        first = self._by_memory.setdefault(memory, live.shard.name)
+        shown = elements_of(live.local) if live.local.numel() else id(tensor)
+        first = self._by_memory.setdefault(shown, live.shard.name)
         self.owners.setdefault(id(tensor), replace(owner, entry=first))
         if first == live.shard.name:
             self._add(live, still=still, by_kind=False)

@@ -188,24 +188,21 @@ def mesh_ranks(tensor: DTensor) -> Group | None:
 
 
 def memory_of(local: torch.Tensor) -> object:
-    """Return what tells the memory of two tensors apart, also where there is none yet."""
+    """Return what tells the memory of two tensors apart, also where there is none yet: each device may have addresses of its own."""
     if local.device.type == "meta" or isinstance(local, FakeTensor):
         return local.untyped_storage()._cdata, local.storage_offset()
-    return local.data_ptr()
+    return local.device, local.data_ptr()
+
+
+def elements_of(local: torch.Tensor) -> object:
+    """Return what two tensors have in common that show the very same elements."""
+    where = memory_of(local) if local.numel() else local.device
+    return where, tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg()
 
 
 def is_same_memory(one: torch.Tensor, other: Any) -> bool:
     """Returns whether another object is a tensor that shows the very same elements."""
-    if not isinstance(other, torch.Tensor):
-        return False
-    left, right = local_of(one), local_of(other)
-    alike = (left.shape, left.stride(), left.dtype, left.device) == (
-        right.shape,
-        right.stride(),
-        right.dtype,
-        right.device,
-    )
-    return alike and (not left.numel() or memory_of(left) == memory_of(right))
+    return isinstance(other, torch.Tensor) and elements_of(local_of(one)) == elements_of(local_of(other))
 
 
 def _check_kind(name: str, local: torch.Tensor, *, allocated: bool) -> None:

@@ -1,6 +1,6 @@
 """Ranks agree before they train: bytes gathered from all, one vote, and an error that everybody raises or nobody.
 
-Uses the default process group when there is one, with `all_gather` of byte tensors: nothing is pickled. One rank alone
+Uses the default process group when there is one, with `all_gather` and `broadcast` of byte tensors: nothing is pickled. One rank alone
 needs no group. Restore and construction call this, and saves where there is no level in memory; other saves need no collective (decision 10).
 
 Ranks that save straight to storage meet in the middle of training, where a signal's handler of the script may take one of them out
@@ -44,6 +44,9 @@ class Ranks(Protocol):
     def gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, by rank."""
 
+    def give(self, data: bytes) -> bytes:
+        """Return what rank 0 gave: what it costs a rank does not grow with their number."""
+
     def send(self, data: torch.Tensor, to: int) -> None:
         """Bytes in host memory to one other rank, which MUST receive as many."""
 
@@ -59,6 +62,9 @@ class Alone:
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
+
+    def give(self, data: bytes) -> bytes:
+        return data
 
     def send(self, data: torch.Tensor, to: int) -> None:  # noqa: ARG002 - there is nobody
         raise AssertionError("a job of one rank has nobody to send to")
@@ -81,13 +87,26 @@ class Group:
         lengths = [torch.zeros_like(mine) for _ in range(self.world_size)]
         dist.all_gather(lengths, mine)
         sizes = _read(torch.cat(lengths)).tolist()
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
-        if data:
-            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        padded = padded.to(self._device)
+        padded = self._padded(data, max(sizes))
         rows = [torch.zeros_like(padded) for _ in range(self.world_size)]
         dist.all_gather(rows, padded)
         return [_read(row[:size]).numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def give(self, data: bytes) -> bytes:
+        """Two collectives: the length that rank 0 gives, then its bytes."""
+        length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
+        dist.broadcast(length, 0)
+        size = int(_read(length))
+        given = self._padded(data if self.rank == 0 else b"", size)
+        dist.broadcast(given, 0)
+        return _read(given[:size]).numpy().tobytes()
+
+    def _padded(self, data: bytes, size: int) -> torch.Tensor:
+        """Return bytes on the device of the group, with zeros behind them: a collective takes none that is empty."""
+        padded = torch.zeros(max(1, size), dtype=torch.uint8, device="cpu")
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return padded.to(self._device)
 
     def send(self, data: torch.Tensor, to: int) -> None:
         """Send by way of the device of the group."""
@@ -178,6 +197,9 @@ class Meeting:
             pass_on(fault)
             logger.info("the other ranks were not told that this one left a meeting: %s", fault)
 
+    def give(self, data: bytes) -> bytes:  # noqa: ARG002 - of no rank
+        raise AssertionError("the ranks of a meeting only gather: who leaves it is heard in no broadcast")
+
     def _say(self, place: list[Any], data: bytes, *, leaves: bool) -> list[bytes]:
         return self._group.gather(json.dumps([place, leaves]).encode() + b"\n" + data)
 
@@ -253,7 +275,7 @@ def gather_json(group: Ranks, value: Any) -> list[Any]:
 def share(group: Ranks, make: Callable[[], bytes]) -> bytes:
     """Rank 0 makes bytes, all ranks get them; a fault of rank 0 is raised by all."""
     made = together(group, lambda: make() if group.rank == 0 else b"")
-    return group.gather(made)[0]
+    return group.give(made)
 
 
 def same(group: Ranks, what: str, value: Any) -> None:

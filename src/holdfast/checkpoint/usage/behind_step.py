@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from holdfast.checkpoint.usage.in_place import is_writing
-from holdfast.checkpoint.usage.name_flow import Function, Functions, Reader, Scope, last_name, loaded, stored
+from holdfast.checkpoint.usage.name_flow import TRY, Function, Functions, Reader, Scope, last_name, loaded, stored
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 # Methods that change what has a state of its own.
@@ -130,8 +130,8 @@ def _freezes(node: ast.AST, functions: Functions, depth: int = 2) -> bool:
         return node.attr == "requires_grad_" or isinstance(node.ctx, ast.Store)
     if not isinstance(node, ast.Call) or not depth:
         return False
-    called = functions.by_name.get(last_name(node.func))
-    return called is not None and any(_freezes(part, functions, depth - 1) for part in ast.walk(called))
+    called = functions.by_name.get(last_name(node.func), ())
+    return any(_freezes(part, functions, depth - 1) for each in called for part in ast.walk(each))
 
 
 def _is_of_this_turn(number: str, loop: Loop, behind: Sequence[ast.stmt]) -> bool:
@@ -151,7 +151,7 @@ def _behind(block: Sequence[ast.stmt], inside: ast.AST) -> list[ast.stmt] | None
         for part in _blocks(statement):
             if (rest := _behind(part, inside)) is not None:
                 found += rest
-                if isinstance(statement, ast.Try):
+                if isinstance(statement, TRY):
                     found += [*(statement.orelse if part is statement.body else []), *statement.finalbody]
         return [*found, *block[number + 1 :]]
     return None

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from holdfast.checkpoint.usage.loop_analysis import loops_at, report_at, scope_at
-from holdfast.checkpoint.usage.name_flow import Function, defined, stored
+from holdfast.checkpoint.usage.name_flow import TRY, Function, defined, stored
 
 _MAX_DEPTH = 6
 # Words of calls that read gradients besides `step`.
@@ -292,7 +292,7 @@ class _Reader:
             return [*self._expression(statement.test, names, depth), Either(tuple(one), tuple(other))]
         if (over := sets_none(statement)) is not None:
             return [Cleared(self._path(over, names))]
-        if isinstance(statement, ast.For | ast.While | ast.Try | ast.AsyncFor | ast.Match):
+        if isinstance(statement, (ast.For, ast.While, ast.AsyncFor, ast.Match, *TRY)):
             return _reads_of(
                 [event for part in ast.iter_child_nodes(statement) for event in self._any(part, names, depth)]
             )

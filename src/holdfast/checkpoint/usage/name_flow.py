@@ -8,6 +8,7 @@ called, or that anybody may call, reads at that place what its own text reads.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -17,6 +18,8 @@ Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "datetime", "time_ns", "perf_counter_ns"}
 # Functions that keep nothing of a dict.
 _READERS = {"dict", "len", "list", "print", "repr", "set", "sorted", "str", "tuple"}
+# `try` with `except`, and with `except*`.
+TRY = (ast.Try, ast.TryStar) if sys.version_info >= (3, 11) else (ast.Try,)
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
 _OWN_LOOP = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSION = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -51,14 +54,33 @@ def _names(node: ast.AST, without: ast.AST | None = None) -> Iterator[tuple[str,
     if isinstance(node, _COMPREHENSION):
         own = {n.id for part in node.generators for n in ast.walk(part.target) if isinstance(n, ast.Name)}
     elif isinstance(node, ast.Lambda):
-        own = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+        own = _arguments(node)
     elif isinstance(node, Function | ast.ClassDef):
         yield node.name, True
         inside = [found for part in ast.iter_child_nodes(node) for found in _names(part)]
-        own = {name for name, sets in inside if sets} | {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
+        own = {name for name, sets in inside if sets} | _arguments(node)
         own -= {name for n in ast.walk(node) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
+    around = _around(node)
     for child in ast.iter_child_nodes(node):
-        yield from ((name, sets) for name, sets in _names(child, without) if name not in own)
+        hidden = set() if child in around else own
+        yield from ((name, sets) for name, sets in _names(child, without) if name not in hidden)
+    if isinstance(node, _COMPREHENSION):
+        yield from _names(node.generators[0].iter, without)
+
+
+def _around(node: ast.AST) -> list[ast.AST]:
+    """Returns the parts of a function that do not see its own names: defaults and decorators."""
+    decorators = node.decorator_list if isinstance(node, Function) else []
+    return [node.args, *decorators] if isinstance(node, Function | ast.Lambda) else []
+
+
+def _arguments(node: ast.AST) -> set[str]:
+    """Returns the names of a function's own arguments: those of functions and lambdas in it are theirs alone."""
+    if not isinstance(node, Function | ast.Lambda):
+        return set()
+    given = node.args
+    every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+    return {argument.arg for argument in every if argument is not None}
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
@@ -184,15 +206,19 @@ class Functions:
     """The functions of a script, by name: what calls of them read.
 
     Attributes:
-        by_name: functions, methods and lambdas that have a name; of several of one name the last.
+        by_name: functions, methods and lambdas that have a name; all that have it, for a name does not tell which one runs.
         ambient: names that functions read which anybody may call at any time: methods, and functions that are handed on.
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        self.by_name: dict[str, ast.AST] = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
+        self.by_name: Defined = {}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-                self.by_name.update({target.id: node.value for target in node.targets if isinstance(target, ast.Name)})
+            if isinstance(node, Function):
+                self.by_name.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        self.by_name.setdefault(target.id, []).append(node.value)
         methods = {
             n.name for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, Function)
         }
@@ -213,7 +239,7 @@ class Functions:
             name = waiting.pop()
             if name not in seen:
                 seen.add(name)
-                inside = loaded([self.by_name[name]])
+                inside = loaded(self.by_name[name])
                 found |= inside
                 waiting += inside & self.by_name.keys()
         return found
@@ -278,7 +304,9 @@ class Reader:
         ends = []
         for branch in branches:
             # A `break` of an inner loop ends that one; what is set in its body is not surely set anyway.
-            exits = [] if isinstance(statement, _OWN_LOOP) else self._exits
+            # What its `else` leaves is the loop around it.
+            is_turn = isinstance(statement, _OWN_LOOP) and branch is statement.body
+            exits = [] if is_turn else self._exits
             inner = Reader(with_heads | caught, self._functions, exits, runs=self._runs)
             ends.append(inner.run(branch))
             self.early |= inner.early
@@ -286,7 +314,7 @@ class Reader:
             return with_heads if _suppresses(statement) else ends[0]
         if isinstance(statement, ast.If) and statement.orelse:
             return ends[0] & ends[1]
-        if self._runs and isinstance(statement, (*_OWN_LOOP, ast.Try)):
+        if self._runs and isinstance(statement, (*_OWN_LOOP, *TRY)):
             return ends[0]
         return set(done)
 

@@ -13,6 +13,7 @@ or of much state.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -177,8 +178,11 @@ class SelfCheck:
         line, self._line = self._line, None
         if line is not None and not self.child:
             line.close()
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
+            with contextlib.suppress(
+                ProcessLookupError, ChildProcessError
+            ):  # the script may take up children by itself
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason

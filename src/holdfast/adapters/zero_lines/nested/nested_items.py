@@ -62,6 +62,7 @@ class Items:
 
     Attributes:
         size: how many there are; None if nobody knows.
+        may_end: whether there may be fewer, for something that is not torch's own tells how many.
         shape: what has to be alike at a restart; plain values.
         told: how items are skipped, where it costs something; empty if it does not.
         doubt: why a restart would take other items; empty as long as nothing says so.
@@ -80,7 +81,7 @@ class Items:
         why_not_staying: Callable[[DataLoader[Any]], str] = workers_stay,
     ) -> None:
         self.is_of_user, self.why_not_staying = is_of_user, why_not_staying
-        self.is_taken = False
+        self.is_taken = self.may_end = False
         self.staying: list[tuple[Any, int]] = []
         self.loaders: list[DataLoader[Any]] = []
         self.cuts: list[tuple[Any, tuple[Any, ...]]] = []
@@ -272,6 +273,7 @@ def _loader(value: DataLoader[Any], items: Items) -> _Way:
     if type(value).__iter__ is not DataLoader.__iter__:
         return _taken(value, items)
     size = _size_of(value) if value._dataset_kind == dataloader._DatasetKind.Map else None
+    items.may_end = items.may_end or type(value).__len__ is not DataLoader.__len__
     stays = bool(value.num_workers and value.persistent_workers)
     if stays:
         items.refused = items.refused or items.why_not_staying(value)
@@ -304,6 +306,7 @@ def _loader_iterator(value: Any, items: Items) -> _Way:
         items.refused = items.refused or _NO_ORDER
     known = draws_at_once(value._index_sampler)
     if not known:
+        items.may_end = True
         items.digests(indices)
         value._sampler_iter = _watched(indices, items, "the order of its batches is")
     if isinstance(value, dataloader._SingleProcessDataLoaderIter) and is_map:
@@ -330,7 +333,7 @@ def _taken(value: Any, items: Items) -> _Way:
         return _Way(
             ["tensor", *value.shape], len(value), lambda: iter(value), lambda n: itertools.islice(iter(value), n, None)
         )
-    items.is_taken = True
+    items.is_taken = items.may_end = True
     items.told = f"what is skipped of {type(value).__qualname__!r} is taken again, one by one"
     kind = type(value)
     size = _size_of(value) if not hasattr(value, "__next__") else None

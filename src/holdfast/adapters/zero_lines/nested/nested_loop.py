@@ -340,7 +340,7 @@ class KeptLoops:
             run.unsaved = -1  # the item that is done has changed what a version of the step before would hold
             if run.by_hand or run.count.steps != before:
                 run.made(self._stack)
-        run.inner_ends(entry.site.line, again=version is not None)
+        run.inner_ends(entry, again=version is not None)
         if version is not None:
             names = (*entry.site.lives, *entry.site.after)
             if version["after"] is None:
@@ -698,12 +698,14 @@ class _Run:
         if self.by_hand:
             self._checkpointer.settle()  # no step of an optimizer waits for the copy
 
-    def inner_ends(self, line: int, *, again: bool) -> None:
+    def inner_ends(self, entry: Entry, *, again: bool) -> None:
         """An innermost loop has no more items; everything is as behind its last step."""
+        if not again:
+            self._state.ends(entry)
         if self.unsaved >= 0 and not self._ended:
             self._save(self.unsaved)
         elif again and self._child is None:
-            say(f"the loop of line {line} has made all its steps; what lies behind it runs")
+            say(f"the loop of line {entry.site.line} has made all its steps; what lies behind it runs")
             self._checkpointer.save(self._number, "durable")  # it may lie in memory alone
         self.unsaved = -1
 

@@ -94,15 +94,17 @@ class NestedState(Doubts):
         items = inner.items
         assert items is not None
         after: dict[str, Any] | None = {}
-        if items.size is None or inner.taken >= items.size:
+        is_due = items.size is None or inner.taken >= items.size
+        if is_due or items.may_end:
             after = (
                 self._after(inner.site, names)
-                if self.is_alike(inner) and not (inner.site.grads and living_gradients.there_are(self.stepped))
+                if (self.is_alike(inner) or not is_due)
+                and not (inner.site.grads and living_gradients.there_are(self.stepped))
                 else None
             )
-            if after is None and items.size is not None:
+            if after is None and is_due and items.size is not None:
                 return False
-            if after is None:
+            if after is None and is_due:
                 self.doubt(
                     f"the loop of line {inner.site.line} may end at any step, and what is read behind it cannot be carried"
                 )
@@ -145,6 +147,15 @@ class NestedState(Doubts):
             },
         }
         return True
+
+    def ends(self, entry: Entry) -> None:
+        """An innermost loop has ended: a restart from its last step has to have what is read behind it, however many items its length told of."""
+        is_last = [each[:2] for each in self._noted["position"][-1:]] == [[entry.site.number, entry.taken]]
+        if is_last and self._noted["after"] is None:
+            self.doubt(
+                f"the loop of line {entry.site.line} ends before the number of its items that was told, and what is read behind it "
+                f"cannot be carried"
+            )
 
     def is_alike(self, entry: Entry) -> bool:
         """Tell whether all ranks surely find alike whether the last step can be in a version. One that leaves it out would have the others wait for it."""

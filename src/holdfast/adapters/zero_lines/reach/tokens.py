@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,6 +22,22 @@ from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.tiers.format import values as value_codec
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+class TokenOfFunction:
+    """Names a function of the script: equal if both have the same name and code, and the same text in every process."""
+
+    def __init__(self, name: str, code: CodeType) -> None:
+        self._name, self._code = name, code
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenOfFunction) and (self._name, self._code) == (other._name, other._code)
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+    def __repr__(self) -> str:
+        return self._name
 
 
 def token_of(value: Any) -> object:

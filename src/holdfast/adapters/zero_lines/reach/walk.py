@@ -83,6 +83,7 @@ from holdfast.adapters.zero_lines.reach.plain_values import (
     texts_in,
 )
 from holdfast.adapters.zero_lines.reach.tokens import (
+    TokenOfFunction,
     is_sparse,
     parts_of_sparse,
     token_of,
@@ -479,7 +480,7 @@ class Walk:
 
     def _object(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         kind = type(value)
-        self.found.fixed[path] = kind.__qualname__
+        self.found.fixed[path] = repr(value) if kind.__qualname__ == "ufunc" else kind.__qualname__
         if self.strict and self._is_users_object(value) and not is_of_python(kind):
             self.found.unknown.append((path, kind.__qualname__))
         within = min(asks, NO_PLACE)
@@ -793,9 +794,11 @@ class Walk:
             self._let_go(path, other)
 
     def _function(self, path: str, value: types.FunctionType, asks: int) -> None:
-        self.found.fixed[path] = f"{value.__module__}.{value.__qualname__}"
+        self.found.fixed[path] = name = f"{value.__module__}.{value.__qualname__}"
         home = value.__globals__.get("__name__", "")  # a decorator of a library has the name of what it decorates
-        if not self._is_users(home):
+        if self._is_users(home):
+            self.found.fixed[path] = TokenOfFunction(name, value.__code__)
+        else:
             self.visit(f"{path}.__wrapped__", getattr(value, "__wrapped__", None), asks=asks)
             return
         self.pops = self.pops or "pop" in global_names(value.__code__)
