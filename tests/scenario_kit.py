@@ -13,6 +13,7 @@ from dataclasses import replace
 from bubble_kit import Pipelines
 from holdfast.core.layout import bundles, replica_placement
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
+from holdfast.core.rank_runs import is_in
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import (
     Choice,
@@ -475,7 +476,7 @@ class Archive(Parts):
         return []
 
     def do_lose(self, args: Args) -> Lines:
-        self.memory = [copy for copy in self.memory if copy.node != self.node(args["node"])]
+        self.memory = [copy for copy in self.memory if not is_in(self.node(args["node"]), copy.nodes)]
         return []
 
     def do_storage(self, args: Args) -> Lines:
@@ -594,7 +595,7 @@ class Archive(Parts):
         )
 
     def _hold(self, version: Version, node: int, rank: int | None, seal: Seal) -> None:
-        self.memory.append(MemoryCopy(version, node, rank, seal))
+        self.memory.append(MemoryCopy.at(version, node, rank, seal))
 
     def _seal(self, version: Version, bundle_id: str, args: Args) -> Seal:
         return Seal(bundle_id, 100, f"{version}{bundle_id}{args.get('bytes', 'good')}")

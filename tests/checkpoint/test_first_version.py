@@ -14,6 +14,7 @@ from holdfast.checkpoint.restore.version_vote import _is_any_whole
 from holdfast.core.model import Level, Seal, Version
 from holdfast.core.recovery.version_choice import MemoryCopy
 from holdfast.keeper.rpc.messages import Inventory
+from kit.inventories import held_as, packed
 
 WORKER = str(Path(__file__).with_name("begin_anew_worker.py"))
 VERSION = Version(1, 0)
@@ -44,16 +45,16 @@ def test_killed_in_the_middle_of_its_first_version_a_job_begins_anew(tmp_path: P
     ("more", "is_any"),
     [
         ({}, False),
-        ({"tables": ((VERSION, ()),)}, True),
+        ({"packed": packed({VERSION: ()})}, True),
         ({"levels": ((VERSION, Level.CAPTURED),)}, True),
-        ({"tables": ((Version(1, 1), ()),)}, False),
+        ({"packed": packed({Version(1, 1): ()})}, False),
         ({"silent": ((1, "does not answer"),)}, True),
         ({"suspects": ((VERSION, "twins differ"),)}, True),
-        ({"copies": ()}, False),
-        ({"copies": (), "silent": ((1, "does not answer"),)}, False),
+        ({"held": ()}, False),
+        ({"held": (), "silent": ((1, "does not answer"),)}, False),
     ],
 )
 def test_what_may_have_been_captured_is_never_passed_over_in_silence(more: dict, is_any: bool) -> None:
-    copy = MemoryCopy(VERSION, node=0, rank=0, seal=Seal("g0", "0" * 16, 10))
-    facts = {"copies": (copy,), "tables": (), "suspects": (), "levels": ()}
+    copy = MemoryCopy.at(VERSION, node=0, rank=0, seal=Seal("g0", "0" * 16, 10))
+    facts = {"held": (held_as(copy),), "packed": (), "suspects": (), "levels": ()}
     assert _is_any_whole(Inventory(**{**facts, "reachable": (0,), **more})) is is_any

@@ -44,6 +44,7 @@ from holdfast.keeper.rpc.client import Inventory
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage.version_store import Storage, open_storage
 from kit.checkpointers import Make, Trainee, kill_keeper, leave
+from kit.inventories import held_as
 from kit.manifest_edits import rewrite
 from ranks_kit import on_all
 from sample_kit import MORE, sampled
@@ -622,7 +623,7 @@ def test_with_a_keeper_silent_and_nothing_else_there_is_no_fresh_start(monkeypat
     assert "restore(fresh=True)" in told[0].remedy
 
 
-HOLDS = Inventory((MemoryCopy(NEWEST, 1, 1, Seal("g", 1, "d")),), (), (), (), (1,))
+HOLDS = Inventory((held_as(MemoryCopy.at(NEWEST, 1, 1, Seal("g", 1, "d"))),), (), (), (), (1,))
 
 
 @pytest.mark.parametrize(("own", "begins"), [(NOTHING, True), (HOLDS, False)])

@@ -13,7 +13,7 @@ from holdfast.core.recovery.version_choice import Facts, MemoryCopy, Quarantine,
 from holdfast.core.versions.lineage import Lineage
 
 OLD, NEW = Version(1, 4), Version(1, 5)
-COPIES = (MemoryCopy(NEW, 0, 0, Seal("g0-0", 8, "aa")), MemoryCopy(OLD, 0, 0, Seal("g0-0", 8, "bb")))
+COPIES = (MemoryCopy.at(NEW, 0, 0, Seal("g0-0", 8, "aa")), MemoryCopy.at(OLD, 0, 0, Seal("g0-0", 8, "bb")))
 LOST = Facts(COPIES, {}, {}, Lineage({}), Topology(("a", "b"), (0, 1)))
 
 
@@ -39,7 +39,7 @@ REFUSALS = {
     "passed over": ({"quarantine": Quarantine(versions={NEW: "passed over"})}, {}, "refused"),
     "out of reach": ({"unreachable": Unreachable(copies={(NEW, "g1-0", 1): "late"})}, {}, "reached"),
     "a keeper is waited for": ({"unreachable": Unreachable(keepers=("b",))}, {}, "answer"),
-    "copies differ": ({"memory": (*COPIES, MemoryCopy(NEW, 1, None, Seal("g0-0", 8, "cc")))}, {}, "differ"),
+    "copies differ": ({"memory": (*COPIES, MemoryCopy.at(NEW, 1, None, Seal("g0-0", 8, "cc")))}, {}, "differ"),
     "an unknown descent": ({"lineage": Lineage({3: Version(2, 5)})}, {}, "recorded"),
     "nothing was saved": ({"memory": ()}, {}, "no version"),
 }

@@ -87,7 +87,7 @@ def test_what_some_memory_holds_is_not_read_from_storage() -> None:
     seal = Seal("all", 64, "0" * 32)
     topology = Topology(("a", "b"), (0, 1))
     stored = {version: Stored(version, 2, table, {"all": seal})}
-    facts = Facts((MemoryCopy(version, 1, 1, seal),), {}, stored, Lineage(), topology)
+    facts = Facts((MemoryCopy.at(version, 1, 1, seal),), {}, stored, Lineage(), topology)
     choice: Choice | None = choose_version(facts).value
     assert choice is not None
     (fetch,) = fetches(choice, 0, facts)
@@ -106,7 +106,7 @@ def test_only_what_no_other_rank_wants_is_read_straight(data: st.DataObject) -> 
     version = Version(1, 2)
     seals = {one.bundle_id: Seal(one.bundle_id, 100, "d") for one in bundles}
     held = data.draw(st.sets(st.sampled_from(range(len(bundles)))))
-    memory = [MemoryCopy(version, node_of[groups[i].copy().pop()], None, seals[f"b{i}"]) for i in held]
+    memory = [MemoryCopy.at(version, node_of[groups[i].copy().pop()], None, seals[f"b{i}"]) for i in held]
     files = {one.bundle_id: f"{one.bundle_id}-d.safetensors" for one in bundles}
     stored = {version: Stored(version, num_ranks, tuple(bundles), seals, files)}
     topology = Topology(tuple(f"n{i}" for i in range(1 + max(node_of))), node_of)

@@ -23,6 +23,7 @@ from holdfast.core.model import (
     Topology,
     Version,
 )
+from holdfast.core.rank_runs import runs_of, spread
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import (
     Choice,
@@ -359,7 +360,7 @@ def situations(draw: st.DrawFn) -> Facts:
                 node = topology.node_of[rank]
                 if draw(st.integers(0, 7)):
                     holder = draw(st.sampled_from([rank, rank, None]))
-                    memory.append(MemoryCopy(version, node, holder, Seal(ref.bundle_id, 1, draw(usual))))
+                    memory.append(MemoryCopy.at(version, node, holder, Seal(ref.bundle_id, 1, draw(usual))))
                 if not draw(st.integers(0, 9)):
                     quarantine.add((version, ref.bundle_id, draw(st.sampled_from([node, None]))))
         if draw(st.booleans()):
@@ -394,7 +395,7 @@ def test_what_is_chosen_can_be_loaded_by_every_rank(facts: Facts) -> None:
             if fetch.node is None:
                 assert facts.stored[choice.version].seals[fetch.ref.bundle_id] == fetch.seal
             else:
-                held = {(copy.node, copy.seal) for copy in facts.memory if copy.version == choice.version}
+                held = {(*spread(copy.nodes), copy.seal) for copy in facts.memory if copy.version == choice.version}
                 assert (fetch.node, fetch.seal) in held
             assert (fetch.node == facts.topology.node_of[rank]) == (fetch.source <= version_choice.Source.NODE)
 
@@ -426,19 +427,49 @@ def test_the_plan_does_not_depend_on_the_order_of_answers(facts: Facts, dice: ob
 
 
 @CASES
+@given(situations())
+def test_copies_that_are_told_together_decide_as_those_told_one_by_one(facts: Facts) -> None:
+    """Keepers tell of twins' copies as runs of nodes."""
+    groups: dict[tuple[Version, Seal, bool], list[MemoryCopy]] = {}
+    for copy in facts.memory:
+        groups.setdefault((copy.version, copy.seal, bool(copy.ranks)), []).append(copy)
+    together = replace(
+        facts,
+        memory=[
+            MemoryCopy(
+                version,
+                runs_of(sorted({node for copy in copies for node in spread(copy.nodes)})),
+                runs_of(sorted({rank for copy in copies for rank in spread(copy.ranks)})),
+                seal,
+            )
+            for (version, seal, _), copies in groups.items()
+        ],
+    )
+    one_by_one, decided = version_choice.choose_version(facts), version_choice.choose_version(together)
+    assert decided.reason == one_by_one.reason
+    if isinstance(one_by_one.value, Choice):
+        assert isinstance(decided.value, Choice)
+        for rank in range(facts.topology.world_size):
+            plan = version_choice.fetches(one_by_one.value, rank, facts)
+            assert version_choice.fetches(decided.value, rank, together) == plan
+    else:
+        assert decided.value == one_by_one.value
+
+
+@CASES
 @given(situations(), st.data())
 def test_what_cannot_be_reached_delays_the_choice_and_never_changes_it(facts: Facts, data: st.DataObject) -> None:
     """Whatever of the same job does not answer: the same version is chosen, or it is waited for."""
     facts = replace(facts, memory=[replace(copy, seal=replace(copy.seal, digest="good")) for copy in facts.memory])
     everything = version_choice.choose_version(facts).value
     unread = data.draw(st.sets(st.sampled_from(sorted(facts.stored)))) if facts.stored else set()
-    known = {(copy.version, copy.seal.bundle_id, copy.node) for copy in facts.memory}
+    known = {(copy.version, copy.seal.bundle_id, *spread(copy.nodes)) for copy in facts.memory}
     known |= {(version, name, None) for version, stored in facts.stored.items() for name in stored.seals}
     away = data.draw(st.sets(st.sampled_from(sorted(known, key=str)))) if known else set()
     silent = data.draw(st.sets(st.integers(0, len(facts.topology.nodes) - 1)))
     partial = replace(
         facts,
-        memory=[copy for copy in facts.memory if copy.node not in silent],
+        memory=[copy for copy in facts.memory if not silent.intersection(spread(copy.nodes))],
         stored={version: stored for version, stored in facts.stored.items() if version not in unread},
         unreachable=Unreachable(
             dict.fromkeys(unread, "refuses"),

@@ -203,12 +203,12 @@ class Group:
             tuple(Seal(ref.bundle_id, 9, f"d {ref.bundle_id}") for ref in self.table if ref.ranks == (node,))
             for node in range(size)
         )
-        self.memory = [MemoryCopy(V, n, n, seal) for n, seals in enumerate(self.covers) for seal in seals]
+        self.memory = [MemoryCopy.at(V, n, n, seal) for n, seals in enumerate(self.covers) for seal in seals]
         self.pieces = [PieceCopy.of(node, Piece(V, node, self.covers)) for node in range(size)]
         self.stored: dict[Version, Stored] = {}
 
     def lose(self, *nodes: int) -> None:
-        self.memory = [copy for copy in self.memory if copy.node not in nodes]
+        self.memory = [copy for copy in self.memory if copy.without(nodes).nodes]
         self.pieces = [copy for copy in self.pieces if copy.node not in nodes]
 
     def store(self) -> None:
@@ -267,7 +267,7 @@ def test_one_thing_more_that_is_missing_or_different_makes_no_parity(what: str) 
     elif what == "image":
         group.memory = [copy for copy in group.memory if copy.seal.bundle_id != "b2-1"]
     elif what == "other image":
-        bad = MemoryCopy(V, 2, 2, Seal("b2-1", 9, "another digest"))
+        bad = MemoryCopy.at(V, 2, 2, Seal("b2-1", 9, "another digest"))
         group.memory = [bad if copy.seal.bundle_id == "b2-1" else copy for copy in group.memory]
     else:
         covers = (*group.covers[:3], (Seal("b3-0", 9, "another digest"), group.covers[3][1]))

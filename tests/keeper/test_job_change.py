@@ -53,7 +53,7 @@ def test_a_job_that_begins_anew_finds_nothing_of_the_old_one(make_rig: MakeRig, 
     assert new.incarnation == 1
     assert {new.pid_of(new.keeper(node)) for node in range(num_nodes)} == keepers, "they are the same keepers"
     inventory = trainers[-1].client.inventory()
-    assert (inventory.copies, inventory.tables, inventory.levels) == ((), (), ())
+    assert (inventory.held, inventory.packed, inventory.levels) == ((), (), ())
     assert inventory.reachable == tuple(range(num_nodes))
     for node in range(num_nodes):
         status = new.status(node)

@@ -23,6 +23,7 @@ from holdfast.base.errors import ConfigError, Fenced, HoldfastError, KeeperError
 from holdfast.base.events import Events
 from holdfast.checkpoint.job.keeper_link import KeeperLink, Origin
 from holdfast.core.model import Level, Version
+from holdfast.core.rank_runs import spread
 from holdfast.core.recovery.version_choice import Facts, choose_version, fetches
 from holdfast.core.versions.coordinator_board import Announcement, Kind
 from holdfast.core.versions.node_ledger import Reports
@@ -563,7 +564,12 @@ def test_after_a_restore_every_bundle_is_in_two_nodes_again_without_being_asked(
     bundles = {bundle.bundle_id for trainer in back for bundle in trainer.bundles}
 
     def whole() -> bool:
-        copies = {(c.seal.bundle_id, c.node) for c in back[0].client.inventory().copies if c.version == version}
+        copies = {
+            (c.seal.bundle_id, node)
+            for c in back[0].client.inventory().copies
+            if c.version == version
+            for node in spread(c.nodes)
+        }
         return all(sum(name == bundle for name, _ in copies) >= 2 for bundle in bundles)
 
     eventually(whole)

@@ -23,6 +23,7 @@ from holdfast.base.errors import (
     VersionNotFound,
 )
 from holdfast.core.model import BundleRef, Level, Seal, Version
+from holdfast.core.rank_runs import spread
 from holdfast.core.recovery.version_choice import Fetch, Source, choose_version, fetches
 from holdfast.core.versions import writer_failover
 from holdfast.core.versions.node_ledger import Reports
@@ -34,6 +35,7 @@ from holdfast.keeper.service import peer_requests
 from holdfast.keeper.slots.slot_pool import SlotPool
 from holdfast.tiers.format import image as image_format
 from keeper.rig import Rig, Trainer, eventually, reached, save_all
+from kit.inventories import packed
 from kit.nodes import facts_of, reborn, restored
 from sample_kit import MORE, sampled
 
@@ -57,7 +59,7 @@ def test_every_bundle_reaches_two_nodes_and_storage(make_rig: MakeRig, num_nodes
 
     def held_twice() -> bool:
         copies = trainers[0].client.inventory().copies
-        places = {(c.seal.bundle_id, c.node) for c in copies if c.version == version}
+        places = {(c.seal.bundle_id, node) for c in copies if c.version == version for node in spread(c.nodes)}
         return all(sum(name == bundle for name, _ in places) >= 2 for bundle in bundles)
 
     eventually(held_twice)
@@ -341,11 +343,11 @@ def test_what_another_keeper_holds_suspects_and_says_counts_in_a_restore() -> No
     """One that did not answer is named, and whether it may answer later; a level counts as high as anybody knows it."""
     first, second = Version(1, 1), Version(1, 2)
     own = Inventory((), (), (), ((first, Level.CAPTURED),), (0,))
-    other = Inventory((), ((second, ()),), ((second, "twins differ"),), ((first, Level.REPLICATED),), (1,))
+    other = Inventory((), packed({second: ()}), ((second, "twins differ"),), ((first, Level.REPLICATED),), (1,))
     errors = {2: KeeperLost("no answer"), 3: KeeperGone("nobody listens"), 4: KeeperError("it serves another job")}
-    merged = peer_requests._merge(own, {1: other, **errors})
+    merged = peer_requests._merge(0, own, {1: other, **errors})
     assert dict(merged.suspects) == {second: "twins differ"}
-    assert dict(merged.tables) == {second: ()}
+    assert merged.tables == {second: ()}
     assert dict(merged.levels) == {first: Level.REPLICATED}
     assert sorted(merged.reachable) == [0, 1]
     assert merged.silent == tuple((node, error.what) for node, error in errors.items())
@@ -397,7 +399,12 @@ def test_of_three_twins_the_minority_is_named_with_the_entry(make_rig: MakeRig) 
 def of_rank_one(trainers: Sequence[Trainer]) -> tuple[BundleRef, dict[int, Seal], Trainer]:
     """What rank 1 of three alone has, in two nodes: its seals by node, and the trainer whose node has it not."""
     own = next(ref for ref in trainers[1].layout.bundles if ref.ranks == (1,))
-    holders = {c.node: c.seal for c in trainers[0].client.inventory().copies if c.seal.bundle_id == own.bundle_id}
+    holders = {
+        node: c.seal
+        for c in trainers[0].client.inventory().copies
+        if c.seal.bundle_id == own.bundle_id
+        for node in spread(c.nodes)
+    }
     (keeps,) = holders.keys() - {1}
     return own, holders, trainers[3 - 1 - keeps]
 
@@ -413,7 +420,9 @@ def test_a_quarantined_copy_is_not_offered_again(make_rig: MakeRig) -> None:
     asker.client.quarantine(version, own.bundle_id, node=1, reason="test")
 
     copies = asker.client.inventory().copies
-    assert {c.node for c in copies if c.seal.bundle_id == own.bundle_id} == holders.keys() - {1}
+    assert {node for c in copies if c.seal.bundle_id == own.bundle_id for node in spread(c.nodes)} == holders.keys() - {
+        1
+    }
     with pytest.raises(VersionNotFound, match="node 1"):
         asker.client.obtain(version, [Fetch(own, holders[1], Source.PEER, 1)], timeout_s=5)
 

@@ -17,6 +17,7 @@ import pytest
 from holdfast.base.errors import CorruptError, HoldfastError, LevelNotReached
 from holdfast.core.layout.bundles import plan_bundles
 from holdfast.core.model import Bundle, Extent, Level, Shard, Version
+from holdfast.core.rank_runs import spread
 from holdfast.core.recovery.parity_choice import REBUILT
 from holdfast.core.recovery.version_choice import Choice, Quarantine, Source, choose_version, fetches
 from holdfast.testing.checks.evidence import slot_descriptors, slot_header
@@ -345,7 +346,7 @@ def test_no_member_overwrites_what_nothing_newer_replaces(make_rig: MakeRig) -> 
     for trainer in trainers:
         with pytest.raises(LevelNotReached, match="has a second copy yet"):
             trainer.begin(2, timeout_s=0.2)
-    held = {(c.version, c.rank) for c in trainers[0].client.inventory().copies}
+    held = {(c.version, rank) for c in trainers[0].client.inventory().copies for rank in spread(c.ranks)}
     assert {(version, rank) for rank in range(NUM_NODES)} <= held
     rig.hurt(1, "")
     reached(trainers, captured, Level.REPLICATED)

@@ -16,6 +16,7 @@ import pytest
 from holdfast.base.errors import CorruptError
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Topology, Version
+from holdfast.core.rank_runs import spread
 from holdfast.core.versions import writer_failover
 from holdfast.core.versions.coordinator_board import Announcement, Kind, WriteFailure
 from holdfast.core.versions.node_ledger import Reports, Standing
@@ -103,7 +104,10 @@ def test_a_copy_that_went_bad_is_written_from_another_node(make_rig: MakeRig) ->
     assert f"{version} is not durable" in alarms["storage"]
     bad = {ref.bundle_id for ref in trainers[1].layout.bundles if len(ref.ranks) == 1}
     held = {
-        (copy.node, copy.seal.bundle_id) for copy in trainers[0].client.inventory().copies if copy.version == version
+        (node, copy.seal.bundle_id)
+        for copy in trainers[0].client.inventory().copies
+        if copy.version == version
+        for node in spread(copy.nodes)
     }
     assert not {(1, name) for name in bad} & held, "nobody is offered the bad copy"
     assert {(0, name) for name in bad} <= held

@@ -17,7 +17,7 @@ def facts_of(rig: Rig, inventory: Inventory, *, with_storage: bool = False) -> F
         stored[version] = Stored(version, rig.topology.world_size, tuple(f.ref for f in files), seals)
     return Facts(
         memory=inventory.copies,
-        tables=dict(inventory.tables),
+        tables=inventory.tables,
         stored=stored,
         lineage=Lineage(rig.storage.incarnations.lineage()),
         topology=rig.topology,

@@ -21,6 +21,7 @@ from holdfast.keeper.slots.node_report import inventory
 from holdfast.keeper.slots.slot_pool import HeldSlot, SlotPool
 from holdfast.tiers.memory.memory_budget import Budget
 from keeper.rig import eventually
+from kit.inventories import held_as, packed
 
 TICKS = 20
 
@@ -57,13 +58,14 @@ class Node:
         """What this node holds at first, then what node 0 does: all of what was resumed from."""
         own, silent = inventory(self.state), self.silent
         copies = tuple(
-            MemoryCopy(RESUMED, 0, ref.ranks[0], seal_of(ref.bundle_id))
+            MemoryCopy.at(RESUMED, 0, ref.ranks[0], seal_of(ref.bundle_id))
             for ref in self.table
             if ref.ranks[0] in self.homes
         )
         if self.asked:
             self.asked.pop()()
-        return Inventory((*own.copies, *copies), ((RESUMED, self.table),), (), (), (0, 1), silent=silent)
+        held = (*own.held, *map(held_as, copies))
+        return Inventory(held, packed({RESUMED: self.table}), (), (), (0, 1), silent=silent)
 
     @property
     def homes(self) -> tuple[int, ...]:

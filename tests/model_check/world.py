@@ -298,7 +298,7 @@ class Job:
     def recover(self, world: World) -> World:
         """All ranks start anew from what core.recovery chooses in memory."""
         copies = [
-            MemoryCopy(slot.version, self.topology.node_of[rank], rank, _seals(rank, slot.version)[0])
+            MemoryCopy.at(slot.version, self.topology.node_of[rank], rank, _seals(rank, slot.version)[0])
             for rank in self.ranks
             for slot in world.slots[rank]
             if slot.state is SlotState.SEALED and slot.version is not None

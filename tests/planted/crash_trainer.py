@@ -16,6 +16,7 @@ from holdfast.checkpoint.restore.restorer import Restorer, RestoreReport
 from holdfast.checkpoint.save.save_completion import SaveCompletion
 from holdfast.checkpoint.state.stateful import StatefulPart
 from holdfast.core.model import Version
+from holdfast.core.rank_runs import is_in
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Choice
 from holdfast.core.versions.lineage import Lineage
@@ -83,11 +84,11 @@ def _each_for_itself() -> None:
 
     def newest(self: Restorer, wanted: Version | None) -> RestoreReport:
         found, rank = version_vote.find(self._client, self._storage, timeout_s=self._timeout_s), self._job.group.rank
-        own = [copy for copy in found.inventory.copies if copy.rank == rank]
+        own = [copy for copy in found.inventory.copies if is_in(rank, copy.ranks)]
         if not own:
             return original(self, wanted)
         version = max(copy.version for copy in own)
-        refs = tuple(ref for _, table in found.inventory.tables[-1:] for ref in table if rank in ref.ranks)
+        refs = tuple(ref for table in list(found.inventory.tables.values())[-1:] for ref in table if rank in ref.ranks)
         holders = {copy.seal.bundle_id: (copy,) for copy in own if copy.version == version}
         seals = {bundle_id: copies[0].seal for bundle_id, copies in holders.items()}
         choice = Choice(version, refs, seals, holders, in_storage=False, world_size=self._job.group.world_size)

@@ -99,9 +99,9 @@ def _cut_off(job: Job, link: KeeperLink) -> KeeperError | None:
     def ask() -> bytes:
         client = link.require()
         found = client.inventory()
-        if found.unheard and not found.copies:
+        if found.unheard and not found.held:
             found = client.inventory()
-        slow = set(found.unheard) if found.copies else set()
+        slow = set(found.unheard) if found.held else set()
         return json.dumps([one for one in found.silent if one[0] not in slow]).encode()
 
     silent = dict(json.loads(collectives.share(group, ask)))
@@ -144,7 +144,7 @@ def holder_of(saver: AnySaver, link: KeeperLink, job: Job, storage: Storage) -> 
 
 def _may_hold(inventory: Inventory) -> bool:
     """Return whether keepers have copies, or some that do not answer may have."""
-    return bool(inventory.copies or inventory.unheard)
+    return bool(inventory.held or inventory.unheard)
 
 
 def schedule_of(

@@ -19,6 +19,7 @@ from holdfast.checkpoint.restore.fetcher import Fault, Fetcher, Loaded, by_bundl
 from holdfast.core.layout import reshard
 from holdfast.core.layout.reshard import Runs
 from holdfast.core.model import BundleRef
+from holdfast.core.rank_runs import spread
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Choice, Facts, Source
 from holdfast.tiers.format import image as image_format
@@ -84,7 +85,8 @@ class BundleHeaders:
             if ref.bundle_id in dealt:
                 found[ref] = dealt[ref.bundle_id]
             else:
-                near = topology.ranks_on(choice.holders[ref.bundle_id][0].node)
+                nodes = spread(choice.holders[ref.bundle_id][0].nodes)
+                near = topology.ranks_on(nodes[number % len(nodes)])
                 found[ref] = near[number % len(near)]
         return found
 

@@ -47,6 +47,7 @@ from holdfast.checkpoint.restore.tensor_fill import Copy, Source
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout import reshard
 from holdfast.core.layout.reshard import Runs
+from holdfast.core.rank_runs import is_in
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Choice, Facts, Fetch
 from holdfast.core.recovery.version_choice import Source as SourceKind
@@ -206,7 +207,7 @@ class OtherLayout:
 
     def _plan(self, choice: Choice, catalogue: Catalogue) -> Offer:
         home = self._facts.topology.node_of[self._group.rank]
-        here = {name for name, held in choice.holders.items() if any(copy.node == home for copy in held)}
+        here = {name for name, held in choice.holders.items() if any(is_in(home, copy.nodes) for copy in held)}
         offer = catalogue.offer(self._group.rank, here, num_ranks=self._group.world_size)
         self._loading = OtherLoading(self._state, catalogue, offer, strict=self._strict)
         self._state.plan(self._loading)

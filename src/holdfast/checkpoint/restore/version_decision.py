@@ -221,7 +221,7 @@ class Decisions:
             own = self._client.inventory(wide=False) if self._client.answers(ANSWER_S) else None
         except HoldfastError:
             own = None
-        return own is not None and not own.copies and not own.parity
+        return own is not None and not own.held and not own.parity
 
     # Rank 0.
 

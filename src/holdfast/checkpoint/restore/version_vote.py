@@ -87,7 +87,7 @@ class Findings:
     @property
     def versions(self) -> set[Version]:
         """All that anybody knows of, usable or not."""
-        return {*self.stored, *self.useless, *self.unread, *(copy.version for copy in self.inventory.copies)}
+        return {*self.stored, *self.useless, *self.unread, *(row.version for row in self.inventory.held)}
 
 
 def find(client: Holder, storage: Storage, *, timeout_s: float) -> Findings:
@@ -223,7 +223,7 @@ def _facts(findings: Findings, job: Job, out: Exclusions) -> Facts:
     silent = () if out.ignores_silent else tuple(job.topology.nodes[node] for node in findings.inventory.unheard)
     unread = {version: str(error) for version, error in findings.unread.items()}
     return Facts(
-        inventory.copies, dict(inventory.tables), findings.stored, job.lineage, job.topology,
+        inventory.copies, inventory.tables, findings.stored, job.lineage, job.topology,
         frozenset(version for version, _ in inventory.suspects), out.quarantine, Unreachable(unread, _texts(out.away), silent),
         parity=inventory.parity,
     )  # fmt: skip
@@ -242,8 +242,8 @@ def _is_any_whole(inventory: Inventory) -> bool:
 
     In doubt it does: a keeper that does not answer may have the table, and what is suspected was looked at.
     """
-    versions = {copy.version for copy in inventory.copies}
-    known = dict(inventory.tables).keys() | dict(inventory.levels).keys()
+    versions = {row.version for row in inventory.held}
+    known = inventory.tables.keys() | dict(inventory.levels).keys()
     return bool(versions & known or (versions and (inventory.silent or inventory.suspects)))
 
 

@@ -9,13 +9,14 @@ reached for now is not damaged: while a version may be good nothing older is cho
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from holdfast.core.layout.parity_stripes import PieceCopy
 from holdfast.core.model import BundleRef, Decision, Seal, Topology, Version
-from holdfast.core.rank_runs import count_in
+from holdfast.core.rank_runs import Runs, count_in, is_in, runs_of, spread
 from holdfast.core.recovery import parity_choice
 from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER, upstreams
 from holdfast.core.versions.lineage import Lineage
@@ -37,13 +38,27 @@ class Source(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryCopy:
-    """A sealed bundle in some node's memory. `rank`: whose slot holds it; None for a replica, or what was preloaded."""
+    """A sealed bundle in some node's memory; of twins, the same bytes in that of many nodes.
+
+    Attributes:
+        nodes: who hold it, as runs (`core.rank_runs`): 512 nodes are three numbers.
+        ranks: whose slots hold it, likewise; empty for a replica, or what was preloaded.
+    """
 
     version: Version
-    node: int
-    rank: int | None
+    nodes: Runs
+    ranks: Runs
     seal: Seal
     preloaded: bool = False
+
+    @classmethod
+    def at(cls, version: Version, node: int, rank: int | None, seal: Seal) -> MemoryCopy:
+        """Return the copy of one node."""
+        return cls(version, runs_of([node]), runs_of([] if rank is None else [rank]), seal)
+
+    def without(self, nodes: Collection[int | None]) -> MemoryCopy:
+        """Return it as the others hold it."""
+        return replace(self, nodes=runs_of([node for node in spread(self.nodes) if node not in nodes]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,17 +353,30 @@ def _made_of_parity(
     """Return how bundles can be made of parity; those of which that failed are left out."""
     if not facts.parity:
         return {}, {}
-    held = {(copy.node, name, copy.seal.digest) for name, copies in found.items() for copy in copies}
+    names = {seal.bundle_id for piece in facts.parity if piece.version == version for seal in piece.own}
+    held = {
+        (node, name, copy.seal.digest)
+        for name in names & found.keys()
+        for copy in found[name]
+        for node in spread(copy.nodes)
+    }
     made, unmade = parity_choice.rebuildable(version, facts.parity, held)
     out = parity_choice.REBUILT
     return {name: way for name, way in made.items() if not facts.is_out((version, name, out))}, unmade
 
 
 def _copies_by_bundle(version: Version, facts: Facts) -> dict[str, list[MemoryCopy]]:
+    out: dict[str, set[int | None]] = {}
+    for other, bundle_id, node in (*facts.quarantine.copies, *facts.unreachable.copies):
+        if other == version:
+            out.setdefault(bundle_id, set()).add(node)
     found: dict[str, list[MemoryCopy]] = {}
     for copy in facts.memory:
-        if copy.version == version and not facts.is_out((version, copy.seal.bundle_id, copy.node)):
-            found.setdefault(copy.seal.bundle_id, []).append(copy)
+        if copy.version == version:
+            bundle_id = copy.seal.bundle_id
+            left = copy.without(out[bundle_id]) if bundle_id in out else copy
+            if left.nodes:
+                found.setdefault(bundle_id, []).append(left)
     return found
 
 
@@ -358,12 +386,14 @@ def cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
     seal = choice.seals[ref.bundle_id]
     options: list[tuple[Source, int, int | None]] = []
     for copy in choice.holders[ref.bundle_id]:
-        if copy.node == home:
+        if is_in(home, copy.nodes):
             near = Source.PRELOADED if copy.preloaded else Source.NODE
-            options.append((Source.SLOT if copy.rank == rank else near, 0, copy.node))
+            options.append((Source.SLOT if is_in(rank, copy.ranks) else near, 0, home))
         else:
-            # Readers spread over the holders, so that no node serves everybody.
-            options.append((Source.PEER, (copy.node - home) % len(facts.topology.nodes), copy.node))
+            # Readers spread over the holders, so that no node serves everybody: each takes the next one round.
+            holders = spread(copy.nodes)
+            nearest = holders[bisect(holders, home) % len(holders)]
+            options.append((Source.PEER, (nearest - home) % len(facts.topology.nodes), nearest))
     made = choice.rebuilt.get(ref.bundle_id)
     if made is not None and not facts.is_out((choice.version, ref.bundle_id, parity_choice.REBUILT)):
         options.append((Source.PARITY, 0, parity_choice.REBUILT))

@@ -172,7 +172,7 @@ class Preloader:
             found = self._survey(assembly, request.node)
             memory = tuple(copy for copy in found.copies if not copy.preloaded)
             parity = found.parity
-            tables, suspects = dict(found.tables), frozenset(version for version, _ in found.suspects)
+            tables, suspects = found.tables, frozenset(version for version, _ in found.suspects)
         lineage = Lineage(storage.incarnations.lineage())
         return Facts(
             memory, tables, _newest(storage, lineage), lineage, assembly.topology, suspects,

@@ -154,7 +154,7 @@ class Replicator:
             ledger = self._state.ledger
             if ledger is None or version != self._state.resumed or ledger.newest(Level.CAPTURED) is not None:
                 return  # something newer is pulled by now, and must not be replaced by this
-            table = dict(found.tables).get(version, ())
+            table = found.tables.get(version, ())
             plan = to_refill(version, table, found.copies, ledger.topology, ledger.node)
             for home, wanted in plan.items():
                 self._queue(home, version, wanted)
@@ -407,18 +407,21 @@ def to_refill(
 
     A bundle of which several nodes hold a copy, or none, is left alone.
     """
-    holders: dict[str, dict[int, int | None]] = {}
+    holders: dict[str, list[MemoryCopy]] = {}
     for copy in copies:
         if copy.version == version:
-            holders.setdefault(copy.seal.bundle_id, {}).setdefault(copy.node, copy.rank)
-    single_node = {name: next(iter(held)) for name, held in holders.items() if len(held) == 1}
+            holders.setdefault(copy.seal.bundle_id, []).append(copy)
+    nodes = {name: {run for copy in held for run in copy.nodes} for name, held in holders.items()}
+    single_node = {
+        name: first for name, runs in nodes.items() for first, last, _ in runs if len(runs) == 1 and first == last
+    }
     placed = replica_placement.place_again(table, single_node, topology)
     plan: dict[int, dict[int, list[BundleRef]]] = {}
     for ref in table:
         if placed.get(ref.bundle_id) == node:
             holder = single_node[ref.bundle_id]
-            rank = holders[ref.bundle_id][holder]
-            plan.setdefault(holder, {}).setdefault(ref.ranks[0] if rank is None else rank, []).append(ref)
+            rank = next((copy.ranks[0][0] for copy in holders[ref.bundle_id] if copy.ranks), ref.ranks[0])
+            plan.setdefault(holder, {}).setdefault(rank, []).append(ref)
     return plan
 
 

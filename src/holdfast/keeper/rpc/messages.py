@@ -7,8 +7,10 @@ is a statement that expects no reply. Unknown tags and wrong fields are refused.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,12 +18,15 @@ from holdfast.base.errors import HoldfastError, KeeperError, kind_of
 from holdfast.core.layout.parity_stripes import Piece, PieceCopy
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.pipeline.idle_stats import Idle
+from holdfast.core.rank_runs import Runs, spread
 from holdfast.core.recovery.version_choice import Fetch, MemoryCopy, Source
 from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions.coordinator_board import Announcement
 from holdfast.core.versions.node_ledger import Reports
 
-PROTOCOL = 4
+PROTOCOL = 5
+
+T = TypeVar("T")
 
 RANK, VIEWER, KEEPER, OPERATOR = "rank", "viewer", "keeper", "operator"
 
@@ -59,12 +64,37 @@ class Assembly:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Sealed bundles of one group of ranks in a slot, or the same bytes in one slot of each of many nodes.
+
+    Attributes:
+        nodes, ranks, preloaded: as in `MemoryCopy`.
+        seals: of the bundles, packed: keepers compare them with those of other nodes, and need not look into them.
+    """
+
+    version: Version
+    nodes: Runs
+    ranks: Runs
+    preloaded: bool
+    seals: bytes
+
+    def __post_init__(self) -> None:
+        """Called for what came in a message.
+
+        Raises:
+            ValueError: the runs are none.
+        """
+        spread(self.nodes)
+        spread(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
     """Holds what the keepers hold; the facts of core.recovery.
 
     Attributes:
-        copies: every sealed bundle, own slots and replicas.
-        tables: every bundle of the job per version, where a keeper knows it.
+        held: every sealed bundle, own slots and replicas.
+        packed: every bundle of the job, where a keeper knows it, likewise packed; with the versions that have these.
         suspects: versions whose twins differ, with the reason.
         levels: versions and their level, as far as a keeper knows.
         reachable, silent: indices of the nodes whose keepers answered; (index, reason) of those that did not.
@@ -73,8 +103,8 @@ class Inventory:
         condemned: versions of which a copy was taken out of use.
     """
 
-    copies: tuple[MemoryCopy, ...]
-    tables: tuple[tuple[Version, tuple[BundleRef, ...]], ...]
+    held: tuple[Held, ...]
+    packed: tuple[tuple[tuple[Version, ...], bytes], ...]
     suspects: tuple[tuple[Version, str], ...]
     levels: tuple[tuple[Version, Level], ...]
     reachable: tuple[int, ...]
@@ -82,6 +112,21 @@ class Inventory:
     unheard: tuple[int, ...] = ()
     parity: tuple[PieceCopy, ...] = ()
     condemned: tuple[Version, ...] = ()
+
+    @property
+    def copies(self) -> tuple[MemoryCopy, ...]:
+        """Return what is held, by bundle."""
+        return tuple(
+            MemoryCopy(row.version, row.nodes, row.ranks, seal, row.preloaded)
+            for row in self.held
+            for seal in _unpack(row.seals, tuple[Seal, ...])
+        )
+
+    @property
+    def tables(self) -> dict[Version, tuple[BundleRef, ...]]:
+        """Return every bundle of the job per version, where a keeper knows it."""
+        found = [(versions, _unpack(body, tuple[BundleRef, ...])) for versions, body in self.packed]
+        return {version: table for versions, table in found for version in versions}
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="is", kw_only=True):
@@ -561,16 +606,40 @@ def pack(value: Any) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(value))
 
 
+def together(tables: Mapping[Version, bytes]) -> tuple[tuple[tuple[Version, ...], bytes], ...]:
+    """Tables of bundles, packed, each once with all its versions (`Inventory.packed`)."""
+    versions: dict[bytes, list[Version]] = {}
+    for version, body in tables.items():
+        versions.setdefault(body, []).append(version)
+    return tuple((tuple(found), body) for body, found in versions.items())
+
+
+def _unpack(body: bytes, kind: type[T]) -> T:
+    """The value of a field that is packed.
+
+    Raises:
+        KeeperError: it is something else.
+    """
+    with _of_this_protocol():
+        return msgspec.msgpack.decode(body, type=kind)
+
+
+@contextmanager
+def _of_this_protocol() -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise KeeperError(f"not a message of this protocol: {error}") from error
+
+
 def decode(body: bytes) -> AnyMessage:
     """The message in a frame.
 
     Raises:
         KeeperError: not a message of this protocol.
     """
-    try:
+    with _of_this_protocol():
         return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise KeeperError(f"not a message of this protocol: {error}") from error
 
 
 def decode_hello(body: bytes) -> Hello:

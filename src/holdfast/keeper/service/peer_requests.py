@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from holdfast.base.errors import Fenced, HoldfastError, KeeperError, KeeperLost, VersionNotFound
-from holdfast.core.model import Seal
+from holdfast.core.model import Seal, Version
+from holdfast.core.rank_runs import runs_of, spread
 from holdfast.core.recovery.parity_choice import REBUILT
 from holdfast.core.versions.node_ledger import Reports
 from holdfast.keeper.coordination.coordinator import Coordinator
 from holdfast.keeper.replication.rate_limit import Pace
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.caller import dial
-from holdfast.keeper.rpc.messages import AnyMessage, Bulk, Hello, Inventory, Ok, Seals
+from holdfast.keeper.rpc.messages import AnyMessage, Bulk, Held, Hello, Inventory, Ok, Seals
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.idle_windows import Turns, Windows
 from holdfast.keeper.slots.keeper_state import NodeState
@@ -344,11 +345,12 @@ class PeerRequests:
         """Return what this keeper, which is `node`, and all others of the job hold."""
         own = inventory(self._state)
         found: dict[int, Inventory | HoldfastError] = {}
+        known: dict[bytes, bytes] = {}
         num_nodes = len(assembly.addresses)
         others = [(node + step) % num_nodes for step in range(1, num_nodes)]  # not all keepers at one door at a time
         for at in range(0, len(others), MAX_AT_ONCE):
             threads = [
-                threading.Thread(target=self._ask, args=(index, assembly, found), daemon=True)
+                threading.Thread(target=self._ask, args=(index, assembly, found, known), daemon=True)
                 for index in others[at : at + MAX_AT_ONCE]
             ]
             for thread in threads:
@@ -356,16 +358,22 @@ class PeerRequests:
             for thread in threads:
                 thread.join(2 * ASK_PEER_TIMEOUT_S)
         late = KeeperLost("did not answer in time")
-        return _merge(own, {index: found.get(index, late) for index in others})
+        return _merge(node, own, {index: found.get(index, late) for index in others})
 
-    def _ask(self, index: int, assembly: messages.Assembly, found: dict[int, Inventory | HoldfastError]) -> None:
+    def _ask(
+        self,
+        index: int,
+        assembly: messages.Assembly,
+        found: dict[int, Inventory | HoldfastError],
+        known: dict[bytes, bytes],
+    ) -> None:
         try:
             reply = self._call(index, assembly, messages.TakeInventory(wide=False))
         except HoldfastError as error:
             found[index] = error
             return
         strange = KeeperError("answered something else")
-        found[index] = reply.inventory if isinstance(reply, messages.InventoryReply) else strange
+        found[index] = _sharing(reply.inventory, known) if isinstance(reply, messages.InventoryReply) else strange
 
     def _call(self, index: int, assembly: messages.Assembly, request: messages.AnyMessage) -> messages.AnyMessage:
         """Returns what another keeper answers, by a connection for this alone."""
@@ -397,10 +405,26 @@ class PeerRequests:
             raise KeeperError(f"node {request.node} is not part of the job")
 
 
-def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inventory:
-    """One inventory of all that answered; a keeper's copies are named by the index it was asked under."""
-    copies, parity, condemned = list(own.copies), list(own.parity), {*own.condemned}
-    tables, suspects, levels = dict(own.tables), dict(own.suspects), dict(own.levels)
+def _sharing(found: Inventory, known: dict[bytes, bytes]) -> Inventory:
+    """An inventory that keeps no bytes of its own where `known` has them: of 512 twins they are a gigabyte."""
+    held = tuple(replace(row, seals=known.setdefault(row.seals, row.seals)) for row in found.held)
+    return replace(found, held=held, packed=tuple((vs, known.setdefault(body, body)) for vs, body in found.packed))
+
+
+def _merge(node: int, own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inventory:
+    """One inventory of all that answered; a keeper's copies are named by the index it was asked under.
+
+    What twins hold is told once, with the nodes as runs: a job of 512 of them has millions of copies.
+    """
+    holders: dict[tuple[Version, bool, bytes], tuple[set[int], set[int]]] = {}
+    for index, one in {node: own, **others}.items():
+        for row in () if isinstance(one, HoldfastError) else one.held:
+            nodes, ranks = holders.setdefault((row.version, row.preloaded, row.seals), (set(), set()))
+            nodes.add(index)
+            ranks.update(spread(row.ranks))
+    parity, condemned = list(own.parity), {*own.condemned}
+    tables: dict[Version, bytes] = {version: body for versions, body in own.packed for version in versions}
+    suspects, levels = dict(own.suspects), dict(own.levels)
     reachable, silent, unheard = list(own.reachable), [], []
     for index, found in sorted(others.items()):
         if isinstance(found, HoldfastError):
@@ -409,17 +433,19 @@ def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inve
                 unheard.append(index)
             continue
         reachable.append(index)
-        copies += [replace(copy, node=index) for copy in found.copies]
         parity += [replace(piece, node=index) for piece in found.parity]
         condemned.update(found.condemned)
-        tables.update(found.tables)
+        tables.update((version, body) for versions, body in found.packed for version in versions)
         suspects.update(found.suspects)
         for version, level in found.levels:
             levels[version] = max(level, levels.get(version, level))
     return replace(
         own,
-        copies=tuple(copies),
-        tables=tuple(tables.items()),
+        held=tuple(
+            Held(version, runs_of(sorted(nodes)), runs_of(sorted(ranks)), preloaded, seals)
+            for (version, preloaded, seals), (nodes, ranks) in holders.items()
+        ),
+        packed=messages.together(tables),
         suspects=tuple(suspects.items()),
         levels=tuple(levels.items()),
         reachable=tuple(sorted(reachable)),

@@ -32,7 +32,7 @@ class Job(Protocol):
 def facts(job: Job, quarantine: Quarantine) -> Facts:
     """All that keepers and storage tell."""
     memory = [
-        MemoryCopy(version, keeper.node, rank, Seal(bundle_id, 1, held.seals[bundle_id]))
+        MemoryCopy.at(version, keeper.node, rank, Seal(bundle_id, 1, held.seals[bundle_id]))
         for keeper in job.keepers
         for version, rank, bundle_id, held in keeper.copies()
     ]
