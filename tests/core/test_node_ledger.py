@@ -132,3 +132,56 @@ def test_layouts_of_saves_that_find_no_slot_are_bounded() -> None:
     assert ledger.reports().layouts[-1] == layout
     assert len(ledger.reports().layouts) <= MAX_BEGUN + 1
     assert len(board._layouts) <= 2 * coordinator_board.MAX_VERSIONS
+
+
+def test_a_new_coordinator_hears_of_levels_without_seals_and_orders_nothing_that_stands() -> None:
+    """It was told the seals of 32 versions and the table of each: of a large job more than a message can hold."""
+    topology = Topology(("a", "b"), (0, 1))
+    table = tuple(BundleRef(f"own{rank}", (rank,), num_bytes=8) for rank in (0, 1))
+    layout = RankLayout(1, table[1:], ("own1",))
+    ledger = NodeLedger(node=1, topology=topology, incarnation=1, lineage=Lineage())
+    ledger.register(layout)
+    ledger.resume(None)
+    ledger.tables.learn("L", table)
+    durable, due, newest, pending = (Version(1, step) for step in range(4))
+    for version in (durable, due, newest, pending):
+        assert ledger.begin(1, version, [SlotView(0)]).value == 0
+        ledger.seal(1, version, [Seal("own1", 8, "0" * 32)], durable=version < newest)
+        if version != pending:
+            ledger.told(Announcement(Kind.CAPTURED, version, "all sealed it", layout="L"))
+        if version < newest:
+            ledger.told(Announcement(Kind.PERSIST, version, "due"))
+    ledger.told(Announcement(Kind.DURABLE, durable, "committed"))
+
+    facts = ledger.reports()
+
+    assert [(report.version, bool(report.seals)) for report in facts.sealed] == [
+        (durable, False), (due, False), (newest, False), (pending, True)
+    ]  # fmt: skip
+    assert [bool(fact.table) for fact in facts.heard] == [True, False, False]
+    board = Board(topology)  # node 0 died with the coordinator before it
+    for registered in facts.layouts:
+        board.register(registered)
+    said = [*board.heard(facts.heard), *board.sealed(facts.sealed)]
+    assert [(news.kind, news.version) for news in said if isinstance(news, Announcement)] == [
+        (Kind.CAPTURED, durable), (Kind.DURABLE, durable), (Kind.CAPTURED, due), (Kind.PERSIST, due), (Kind.CAPTURED, newest)
+    ]  # fmt: skip
+    assert board.heard(facts.heard) == []  # another node says the same
+    assert board.being_written() == (due,)
+
+
+def test_tables_of_layouts_that_only_older_versions_have_are_not_told() -> None:
+    """With a value that grows at each save every version has a layout of its own: their seals say all."""
+    topology = Topology(("a",), (0,))
+    ledger = NodeLedger(node=0, topology=topology, incarnation=1, lineage=Lineage())
+    ledger.resume(None)
+    for step in range(4):
+        table = (BundleRef("own0", (0,), num_bytes=8, fingerprint=str(step)),)
+        ledger.register(RankLayout(0, table, ("own0",)))
+        ledger.tables.learn(f"L{step}", table)
+        ledger.begin(0, Version(1, step), [SlotView(0)])
+        ledger.seal(0, Version(1, step), [Seal("own0", 8, "0" * 32)], durable=False)
+        ledger.told(Announcement(Kind.CAPTURED, Version(1, step), "all sealed it", layout=f"L{step}"))
+    facts = ledger.reports()
+    assert [fact.layout for fact in facts.heard] == ["L3"]
+    assert [bool(report.seals) for report in facts.sealed] == [True, True, True, False]

@@ -16,11 +16,17 @@ import msgspec
 import pytest
 
 from holdfast.base.errors import KeeperError, KeeperLost
+from holdfast.cli import running_job
 from holdfast.core.layout import bundles
-from holdfast.core.model import Level, RankLayout, Version
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
+from holdfast.core.rank_runs import spread
 from holdfast.core.versions.bundle_table import new_table
 from holdfast.core.versions.coordinator_board import Announcement, Kind
+from holdfast.core.versions.lineage import Lineage
+from holdfast.core.versions.node_ledger import NodeLedger
+from holdfast.core.versions.slot_guard import SlotView
 from holdfast.keeper.coordination.coordinator import Coordinator
+from holdfast.keeper.observe import describe_job
 from holdfast.keeper.rpc import messages, server
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.messages import (
@@ -32,6 +38,7 @@ from holdfast.keeper.rpc.messages import (
     Ok,
     Ping,
     Register,
+    Report,
     StatusReply,
     Welcome,
 )
@@ -175,3 +182,59 @@ def test_an_answer_that_no_frame_holds_is_refused_and_the_line_stays(tmp_path: P
     finally:
         keeper.stop()
         thread.join(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("is_twins", [True, False], ids=["twins", "each its own"])
+def test_all_that_a_node_of_1024_knows_is_told_in_a_fraction_of_a_message(is_twins: bool) -> None:
+    """It had 35 MB with 40 versions behind each other, and 1,024 nodes: no new coordinator ever heard of it."""
+    num_nodes = 1024
+    where = topology(num_nodes * PER_NODE)
+    everybody = tuple(range(where.world_size))
+    table = tuple(
+        BundleRef(
+            f"g{0 if is_twins else n}-{n:012x}-{n}", everybody if is_twins else (n,), n, 2048, 1 << 20, f"{n:032}"
+        )
+        for n in range(2048 if is_twins else where.world_size)
+    )
+    ledger = NodeLedger(node=0, topology=where, incarnation=1, lineage=Lineage())
+    ledger.resume(None)
+    for rank in range(PER_NODE):
+        own = (
+            tuple(ref.bundle_id for ref in table[rank * 256 : rank * 256 + 256])
+            if is_twins
+            else (table[rank].bundle_id,)
+        )
+        ledger.register(RankLayout(rank, table if is_twins else (table[rank],), own))
+    ledger.tables.learn("L", table)
+    layouts = ledger.reports().layouts
+    for step in range(40):
+        version = Version(1, step)
+        for layout in layouts:
+            assert ledger.begin(layout.rank, version, [SlotView(0)]).value == 0
+            ledger.seal(layout.rank, version, [Seal(name, 1, "0" * 32) for name in layout.captures], durable=True)
+        ledger.told(Announcement(Kind.CAPTURED, version, "all sealed it", layout="L"))
+        ledger.told(Announcement(Kind.PERSIST, version, "due"))
+
+    facts = ledger.reports()
+    body = messages.encode(Report.of(0, 1, facts, whole=True))
+
+    assert len(body) <= frames.MAX_FRAME_BYTES // 12
+    decoded = messages.decode(body)
+    assert isinstance(decoded, Report)
+    assert decoded.facts == facts
+    assert len({id(layout.bundles) for layout in decoded.facts.layouts}) == (1 if is_twins else PER_NODE)
+
+
+def test_what_a_job_of_1024_nodes_is_made_of_is_told_with_its_groups_as_runs() -> None:
+    """4,096 bundles of 8,192 ranks each were 100 MB."""
+    layout = layout_of(14 * 10**9)
+    state: Any = SimpleNamespace(
+        lock=threading.Lock(), assembly=Assembly(1, "/ck", "job", topology(), ("a",) * (WORLD // PER_NODE)),
+        incarnation=1, layouts={0: layout}, ledger=None, slot_pool=(),
+    )  # fmt: skip
+    body = messages.encode(messages.InsideReply(id=1, inside=messages.pack(describe_job.describe(state))))
+    assert len(body) <= frames.MAX_FRAME_BYTES // 4
+    reply = messages.decode(body)
+    assert isinstance(reply, messages.InsideReply)
+    told = msgspec.msgpack.decode(reply.inside, type=running_job._Inside)
+    assert [(one.bundle, spread(one.runs)) for one in told.bundles] == [(b.bundle_id, b.ranks) for b in layout.bundles]

@@ -15,13 +15,14 @@ from holdfast.base.errors import HoldfastError, KeeperError, UsageError
 from holdfast.cli.status import ASK_TIMEOUT_S, places
 from holdfast.core.layout.parity_groups import REPLICA
 from holdfast.core.model import Extent, Shard, Topology
+from holdfast.core.rank_runs import Runs, spread
 from holdfast.keeper.rpc.paths import absolute_root
 from holdfast.keeper.rpc.viewer import KeeperViewer
 
 
 class _Bundle(msgspec.Struct, frozen=True):
     bundle: str
-    ranks: tuple[int, ...]
+    runs: Runs
     index: int
     count: int
     bytes: int
@@ -114,10 +115,10 @@ def _shards(answers: list[_Inside]) -> list[Shard]:
     found = []
     for bundle_id, bundle in sorted(bundles.items()):
         for piece in entries.get(bundle_id, ()):
-            pieces[piece.name, bundle.ranks][piece.offsets] = piece
+            pieces[piece.name, spread(bundle.runs)][piece.offsets] = piece
         if bundle_id not in entries and bundle.bytes:
             extent = Extent((0,), (bundle.bytes,))
-            found.append(Shard(f"bundle {bundle_id}", "U8", (bundle.bytes,), extent, bundle.ranks))
+            found.append(Shard(f"bundle {bundle_id}", "U8", (bundle.bytes,), extent, spread(bundle.runs)))
     for (_, ranks), parts in sorted(pieces.items()):
         first = parts[min(parts)]
         rows = () if not first.lengths else (sum(piece.lengths[0] for piece in parts.values()),)

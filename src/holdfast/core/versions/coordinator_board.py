@@ -35,6 +35,8 @@ MAX_WRITTEN = 8
 MAX_AWAITED = 4
 # Layouts remembered; a job has one, or two when optimizer state appears with the first step.
 MAX_LAYOUTS = 8
+# Of a level, and of a version that an earlier coordinator called so.
+SAID = "an earlier coordinator said so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +92,16 @@ class KnownCapture:
     """A version that a node knows to be captured, for a coordinator that was not there.
 
     Attributes:
-        table: every bundle of the job under `layout`.
+        table: every bundle of the job under `layout`; empty where one before it in the same report has told it.
         due: it is due for storage.
+        durable: it stands there.
     """
 
     version: Version
     layout: str
     table: tuple[BundleRef, ...]
     due: bool
+    durable: bool = False
 
 
 class Kind(enum.Enum):
@@ -264,13 +268,19 @@ class Board:
         """
         actions: list[Action] = []
         for fact in facts:
+            if fact.table and fact.layout not in self._tables:
+                self._tables[fact.layout] = new_table({r.bundle_id: r for r in fact.table}, self._topology)
             if self._is_settled(fact.version):
                 continue
             entry = self._entry(fact.version)
             entry.durable_due |= fact.due
             if entry.is_open:
-                self._tables.setdefault(fact.layout, new_table({r.bundle_id: r for r in fact.table}, self._topology))
-                actions += self._captured(fact.version, entry, fact.layout, "an earlier coordinator said so")
+                if fact.durable:
+                    entry.reached.add(Level.DURABLE)  # before it is called captured, for nothing of it is written again
+                actions += self._captured(fact.version, entry, fact.layout, SAID)
+                actions += [Announcement(Kind.DURABLE, fact.version, SAID)] if fact.durable else []
+            elif fact.durable and Level.CAPTURED in entry.reached:
+                actions += self.committed(fact.version)
             else:
                 actions += self._try_persist(fact.version, entry)
         return actions

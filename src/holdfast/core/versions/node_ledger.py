@@ -7,7 +7,7 @@ One ledger serves one incarnation; the next one takes over the slots, not the le
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.core.model import Decision, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.versions import coordinator_board, slot_guard, twin_vote
@@ -89,7 +89,9 @@ class Reports:
     """Everything a new coordinator needs from this node, and what it is told in between.
 
     Attributes:
-        heard: versions that are known to be captured: the newest, and those on their way to storage.
+        sealed: without the seals of versions that are `heard` of: what is captured was compared.
+        heard: versions that are known to be captured: the newest, those on their way to storage, and others of their layouts.
+            The table comes with the first of each.
         failures, at_work: of writing to storage; said once, and not again to a new coordinator.
         sending: versions of which bytes leave this node to be replicas; said every second.
         examined: copies of bundles whose twins differ; said once as well.
@@ -365,29 +367,37 @@ class NodeLedger:
     def reports(self) -> Reports:
         """All that this node would tell a coordinator that knows nothing."""
         items = sorted(self._versions.items())
+        heard = self._heard()
+        known = {fact.version for fact in heard}
         return Reports(
             layouts=tuple(self._layouts.values()),
             # Not those that are abandoned: their slots may hold something else by now.
-            sealed=tuple(x.reports[r] for _, x in items if x.sent and not x.abandoned for r in self.ranks),
+            sealed=tuple(
+                replace(x.reports[r], seals=()) if v in known else x.reports[r]
+                for v, x in items
+                if x.sent and not x.abandoned
+                for r in self.ranks
+            ),
             abandoned=tuple((v, r, why) for v, local in items for r, why in sorted(local.abandoned_by.items())),
             replicas=tuple((v, tuple(sorted(local.replicas))) for v, local in items if local.replicas),
             due=tuple(v for v, local in items if local.due),
             parts=tuple(part for _, local in items for _, part in sorted(local.parts.items())),
             dropped=tuple(v for v, local in items if local.dropping),
-            heard=tuple(self._heard(v, local) for v, local in items if self._is_worth_telling(v, local)),
+            heard=heard,
         )
 
-    def _is_worth_telling(self, version: Version, local: _Local) -> bool:
-        """A captured version that a new coordinator could not conclude from the nodes that are left."""
-        open_ = (
-            Level.CAPTURED in local.reached
-            and Level.DURABLE not in local.reached
-            and bool(self.bundles_of(version).refs)
-        )
-        return open_ and (local.persist_told or version == self._captured)
-
-    def _heard(self, version: Version, local: _Local) -> KnownCapture:
-        return KnownCapture(version, local.layout, self.bundles_of(version).refs, local.persist_told)
+    def _heard(self) -> tuple[KnownCapture, ...]:
+        """Captured versions that a new coordinator could not conclude from the nodes that are left, and others of the same layouts."""
+        known = [(v, x) for v, x in sorted(self._versions.items()) if Level.CAPTURED in x.reached]
+        wanted = {x.layout for v, x in known if x.is_written or v == self._captured}
+        found: list[KnownCapture] = []
+        for version, local in known:
+            refs = self.tables.under(local.layout).refs
+            if local.layout in wanted and refs:
+                is_told = any(fact.layout == local.layout for fact in found)
+                durable = Level.DURABLE in local.reached
+                found.append(KnownCapture(version, local.layout, () if is_told else refs, local.persist_told, durable))
+        return tuple(found)
 
     def _local(self, version: Version) -> _Local:
         return self._versions.setdefault(version, _Local())

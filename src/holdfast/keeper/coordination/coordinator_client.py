@@ -135,7 +135,7 @@ class CoordinatorClient:
         self._changed.notify_all()
 
     def _report(self, facts: Reports, *, whole: bool = False) -> Report:
-        return Report(node=self._node, incarnation=self._state.incarnation, reports=facts, whole=whole)
+        return Report.of(self._node, self._state.incarnation, facts, whole=whole)
 
     def _whole_report(self) -> Report:
         """Everything this node knows, in place of the facts that wait. Under the state's lock."""
@@ -277,7 +277,7 @@ class CoordinatorClient:
 
     def _deliver(self, coordinator: Coordinator, message: Message) -> None:
         if isinstance(message, Report):
-            coordinator.report(message.node, message.incarnation, message.reports)
+            coordinator.report(message.node, message.incarnation, message.facts)
         elif isinstance(message, Propose):
             coordinator.propose(message.proposal)
 

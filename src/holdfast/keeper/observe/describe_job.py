@@ -31,7 +31,7 @@ def describe(state: NodeState) -> dict[str, Any]:
             "bundles": [
                 {
                     "bundle": ref.bundle_id,
-                    "ranks": ref.ranks,
+                    "runs": ref.runs,
                     "index": ref.index,
                     "count": ref.count,
                     "bytes": ref.num_bytes,

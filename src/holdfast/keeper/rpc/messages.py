@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -484,13 +485,43 @@ class Working(Message, tag="working", frozen=True, kw_only=True):
 # --- keepers among themselves ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class TwinLayouts:
+    """Layouts of ranks that list the same bundles, as all twins of a node do. `captures`: by rank, its `RankLayout.captures`."""
+
+    bundles: tuple[BundleRef, ...]
+    captures: tuple[tuple[int, tuple[str, ...]], ...]
+
+
 class Report(Message, tag="report", frozen=True, kw_only=True):
-    """A node tells the coordinator; `whole` when it repeats everything it knows."""
+    """A node tells the coordinator; `whole` when it repeats everything it knows.
+
+    Attributes:
+        reports: without layouts.
+        layouts: those, in the order in which they were registered.
+    """
 
     node: int
     incarnation: int
     reports: Reports
+    layouts: tuple[TwinLayouts, ...] = ()
     whole: bool = False
+
+    @classmethod
+    def of(cls, node: int, incarnation: int, facts: Reports, *, whole: bool) -> Report:
+        """Return the message of these facts."""
+        layouts = tuple(
+            TwinLayouts(refs, tuple((layout.rank, layout.captures) for layout in twins))
+            for refs, twins in groupby(facts.layouts, lambda layout: layout.bundles)
+        )
+        return cls(node=node, incarnation=incarnation, reports=replace(facts, layouts=()), layouts=layouts, whole=whole)
+
+    @property
+    def facts(self) -> Reports:
+        """Return all that is reported. Twins share one list of their bundles."""
+        each = ((same.bundles, *own) for same in self.layouts for own in same.captures)
+        layouts = tuple(RankLayout(rank, bundles, captures) for bundles, rank, captures in each)
+        return replace(self.reports, layouts=layouts)
 
 
 class News(Message, tag="news", frozen=True, kw_only=True):

@@ -166,7 +166,7 @@ class PeerRequests:
             if request.whole:
                 self._speaks[request.node] = connection.number
                 coordinator.join(request.node, connection)
-            coordinator.report(request.node, request.incarnation, request.reports)
+            coordinator.report(request.node, request.incarnation, request.facts)
         return Ok(id=request.id)
 
     def propose(self, connection: Connection, request: messages.Propose) -> Ok:
