@@ -450,9 +450,8 @@ class Storage:
         """Removes the files, and what a paused committer may have created since the commit was removed: it looked for them
         afterwards, or this finds it. Parts go last: while they stand, an interrupted removal can prove what goes on with it.
         """
-        names = [*sorted(files), manifests.ROOT_NAME, *sorted(parts)]
-        self._backend.delete(*(f"{version}/{name}" for name in names))
-        self._backend.delete(f"{version}/")
+        for names in (sorted(files), [manifests.ROOT_NAME], sorted(parts), [""]):
+            self._backend.delete(*(f"{version}/{name}" for name in names))
 
     def _is_part(self, version: Version, name: str) -> bool:
         try:
