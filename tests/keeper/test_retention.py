@@ -58,7 +58,8 @@ def test_where_storage_is_full_halves_of_dead_incarnations_go_and_nothing_else(t
     assert tree(root) == {name: data for name, data in before.items() if str(Version(1, 9)) not in name}
 
 
-def test_room_is_not_made_of_what_is_pinned_while_another_node_retires_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["storage that is full", "a commit"])
+def test_room_is_not_made_of_what_is_pinned_while_another_node_retires_it(tmp_path: Path, by: str) -> None:
     """The other one finds the pin when the commit is gone, and brings the commit back; without its files it would be none."""
     root = tmp_path / "root"
     store, other = new_store(root), open_storage(root, Events())
@@ -66,12 +67,20 @@ def test_room_is_not_made_of_what_is_pinned_while_another_node_retires_it(tmp_pa
         save(store, Version(1, step))
     assert store.incarnations.register() == 2
     assembly = Assembly(2, str(root), store.job_id(), Topology(("n", "m"), (0, 1)), ())
-    pins, removed = store.marks.pins, list[Version]()
+    pins, look, removed = store.marks.pins, other.look, list[Version]()
+
+    def looks(*known: Collection[Version]) -> tuple[list[Version], list[Version]]:
+        other.marks.pin(Version(1, 1))
+        return look(*known)
+
+    other.look = looks  # type: ignore[method-assign]
 
     def pinned() -> set[Version]:
         if Version(1, 1) in store.unfinished():
-            other.marks.pin(Version(1, 1))
-            removed.extend(make_room(other, assembly))
+            if by == "a commit":
+                RetentionRunner(Events()).after(other, Version(1, 3), assembly, Version(1, 3))
+            else:
+                removed.extend(make_room(other, assembly))
         return pins()
 
     store.marks.pins = pinned  # type: ignore[method-assign]

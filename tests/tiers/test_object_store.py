@@ -26,9 +26,10 @@ from holdfast.base.errors import (
     VersionNotFound,
 )
 from holdfast.base.events import Events
+from holdfast.checkpoint.restore import version_vote
 from holdfast.cli import doctor
 from holdfast.core.model import Level, Topology, Version
-from holdfast.keeper.rpc.messages import Assembly
+from holdfast.keeper.rpc.messages import Assembly, Inventory
 from holdfast.keeper.storage.retention import RetentionRunner
 from holdfast.testing.contracts.backend import CHECKS
 from holdfast.tiers.backends import object_store
@@ -38,6 +39,7 @@ from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.backends.object_store import INSTALLED, PART_BYTES, ObjectStoreBackend
 from holdfast.tiers.backends.retry import Policy, Retrying
 from holdfast.tiers.storage.bucket_lease import LOCKS, LeaseLock
+from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
 from keeper.rig import reached, rig_in, save_all
 from sample_kit import MORE, sampled
@@ -129,6 +131,62 @@ def test_a_version_in_a_bucket_is_written_listed_read_and_retired(server: Server
     again = open_storage(f"s3://{BUCKET}/{prefix}", Events())
     assert again.job_id() == store.job_id()
     assert verify(again, V2) > 0
+
+
+def test_objects_are_removed_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of a large job has thousands, and each removal takes as long as a reply."""
+    backend, names = _in_memory(tmp_path), [f"v/{number}" for number in range(4)]
+    for name in names:
+        backend.put(name, [memoryview(b"x")], stamp=STAMP)
+    meeting, delete = threading.Barrier(len(names), timeout=30), object_store.obstore.delete
+
+    def met(store: Any, name: str) -> None:
+        meeting.wait()
+        delete(store, name)
+
+    monkeypatch.setattr(object_store.obstore, "delete", met)
+    backend.delete(*names)
+    assert backend.listing("v") == []
+
+
+def test_what_proves_whose_files_they_are_goes_behind_them(
+    server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects are removed in any order, and who removes them may die in between."""
+    store = claimed(prefix)
+    save(store, V1)
+    manifest, calls, delete = store.manifest(V1), [], store._backend.delete
+
+    def told(*names: str) -> None:
+        calls.append({name.partition("/")[2] for name in names})
+        delete(*names)
+
+    monkeypatch.setattr(store._backend, "delete", told)
+    store.retire(V1)
+    files, parts = {bundle.file for bundle in manifest.bundles}, set(manifest.parts)
+    assert files
+    assert parts
+    assert [call for call in calls if call & (files | parts)] == [files, parts]
+
+
+def test_manifests_are_read_several_at_once(server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = claimed(prefix)
+    for version in (V1, V2, V3):
+        save(store, version)
+    meeting, read = threading.Barrier(3, timeout=30), store.manifest
+
+    def met(version: Version) -> Manifest:
+        meeting.wait()
+        if version == V2:
+            raise StorageBusy("it does not answer")
+        return read(version)
+
+    monkeypatch.setattr(store, "manifest", met)
+    moved: list[int] = []
+    found = version_vote._find_stored(Inventory((), (), (), (), ()), store, moved.append)
+    assert set(found.stored) == {V1, V3}
+    assert set(found.unread) == {V2}
+    assert moved == [1, 1, 1]
 
 
 def test_incarnations_fence_in_a_bucket(server: Server, prefix: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -22,6 +23,7 @@ from holdfast.core.recovery.begin_anew import may_begin_anew
 from holdfast.core.recovery.version_choice import Choice, ChoiceDeferred, Copy, Facts, Quarantine, Stored, Unreachable
 from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.rpc.client import Inventory
+from holdfast.tiers.backends.parallel_streams import MOST_STREAMS, StreamCount, Streams
 from holdfast.tiers.storage.manifest import stored_of
 from holdfast.tiers.storage.read_limit import ReadLimit
 from holdfast.tiers.storage.version_store import Storage
@@ -113,7 +115,8 @@ def _find_stored(inventory: Inventory, storage: Storage, moved: Callable[[int], 
     stored: dict[Version, Stored] = {}
     useless: dict[Version, HoldfastError] = {}
     unread: dict[Version, HoldfastError] = {}
-    for version in storage.named():
+
+    def look(version: Version) -> int:
         try:
             stored[version] = _read(storage, version)
         except VersionNotFound as error:  # never committed, retired meanwhile, or late in showing up
@@ -122,7 +125,11 @@ def _find_stored(inventory: Inventory, storage: Storage, moved: Callable[[int], 
         except HoldfastError as error:
             found = useless if error.condemns else unread
             found[version] = error
-        moved(1)
+        return 1
+
+    with Streams(StreamCount(), MOST_STREAMS, moved) as streams:
+        for version in storage.named():
+            streams.put(partial(look, version))
     storage.require_job(storage.job_id())  # an empty mount point lists nothing either
     return Findings(inventory, stored, useless, unread)
 

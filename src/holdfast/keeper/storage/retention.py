@@ -11,6 +11,7 @@ anew before it, and made durable: whoever committed one may have been killed bef
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from holdfast.base.errors import Fenced, HoldfastError
@@ -49,7 +50,7 @@ class RetentionRunner:
         marked = storage.marks.pins() | set(storage.marks.held())
         protected = marked | self._keep_by_time(storage, version, assembly.keep_every_s)
         old, unfinished = self._look(storage, version, assembly, protected, resumed_from)
-        halves = [half for half in unfinished if half.incarnation < assembly.incarnation]
+        halves = _left_behind(storage, unfinished, assembly.incarnation)
         self._known -= set(old)
         faults: list[HoldfastError] = []
         for remove, gone in ((storage.retire, old), (storage.discard, halves)):
@@ -110,8 +111,6 @@ class RetentionRunner:
 def make_room(storage: Storage, assembly: Assembly) -> list[Version]:
     """Removes what dead incarnations left half done, and nothing else; returns the versions that it was of.
 
-    What is marked stays: another node may have begun to retire it, and brings its commit back because of the mark.
-
     Raises:
         Fenced: the incarnation is not the newest that is registered: then an older one may still commit, or a newer one
             says what goes.
@@ -124,10 +123,19 @@ def make_room(storage: Storage, assembly: Assembly) -> list[Version]:
             raise Fenced("another incarnation is the newest; this one removes nothing", where=storage.where)
 
     permit()
-    unfinished = storage.unfinished()  # before the marks: a retirement looks for them when its commit is gone
-    marked = storage.marks.pins() | set(storage.marks.held())
-    halves = [half for half in unfinished if half.incarnation < assembly.incarnation and half not in marked]
+    halves = _left_behind(storage, storage.unfinished(), assembly.incarnation)
     for half in halves:
         storage.discard(half, permit=permit)
     storage.incarnations.sweep(assembly.incarnation)
     return halves
+
+
+def _left_behind(storage: Storage, unfinished: Iterable[Version], incarnation: int) -> list[Version]:
+    """Returns which of the versions that are not whole nobody completes: of incarnations below this one, and not marked.
+
+    Another process may have begun to retire a marked one, and brings its commit back because of the mark. It looks for marks
+    when the commit is gone, so they are looked for here when that was seen.
+    """
+    dead = [one for one in unfinished if one.incarnation < incarnation]
+    marked = storage.marks.pins() | set(storage.marks.held()) if dead else set()
+    return [one for one in dead if one not in marked]

@@ -129,7 +129,7 @@ class Backend(Protocol):
         """
 
     def delete(self, *names: str) -> None:
-        """Removes files in this order, durably. `x/` removes a directory that is empty. What is not there is fine."""
+        """Removes files durably, in any order. `x/` behind them removes a directory that is empty. What is not there is fine."""
 
 
 class Wrapper(ABC):

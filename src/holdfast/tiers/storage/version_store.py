@@ -356,7 +356,9 @@ class Storage:
             self._require_unmarked(version)  # somebody may have marked it between our question and the removal
         except HoldfastError:  # no answer is not "it is not marked"
             self.require_job(self.job_id())  # what took the place of the root gets nothing
-            self._backend.create(name, data, stamp=make_stamp(version.incarnation))
+            self._backend.create(
+                name, data, stamp=make_stamp(0)
+            )  # it is no writer of that incarnation, whose files are swept
             self._take_back_if_retired(manifest, name)
             raise
         self._remove(version, [bundle.file for bundle in manifest.bundles], manifest.parts)
@@ -450,9 +452,8 @@ class Storage:
         """Removes the files, and what a paused committer may have created since the commit was removed: it looked for them
         afterwards, or this finds it. Parts go last: while they stand, an interrupted removal can prove what goes on with it.
         """
-        names = [*sorted(files), manifests.ROOT_NAME, *sorted(parts)]
-        self._backend.delete(*(f"{version}/{name}" for name in names))
-        self._backend.delete(f"{version}/")
+        for names in (sorted(files), [manifests.ROOT_NAME], sorted(parts), [""]):
+            self._backend.delete(*(f"{version}/{name}" for name in names))
 
     def _is_part(self, version: Version, name: str) -> bool:
         try:
