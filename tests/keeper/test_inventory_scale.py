@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +21,19 @@ from holdfast.core.recovery.version_choice import Choice, Facts, Source, choose_
 from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.replication.replicator import to_refill
 from holdfast.keeper.rpc import messages
-from holdfast.keeper.rpc.messages import Held, Inventory, InventoryReply
+from holdfast.keeper.rpc.messages import Assembly, Held, Inventory, InventoryReply
 from holdfast.keeper.service import peer_requests
+from holdfast.keeper.service.peer_requests import PeerRequests
 from holdfast.keeper.slots import node_report
 from holdfast.tiers.wire import frames
+from keeper.rig import TIMEOUT_S
 from kit.large_jobs import PER_NODE, state_of, topology
 
 NODES = 128
 WORLD = NODES * PER_NODE
 WHERE = topology(WORLD)
 V = Version(1, 4)
+NOTHING = Inventory((), (), (), (), (0,))
 # An inventory takes no more than a quarter of what a message may have.
 ROOM = frames.MAX_FRAME_BYTES // 4
 
@@ -136,6 +140,52 @@ def test_a_node_of_a_large_job_that_lost_its_memory_reads_from_the_next_one() ->
     assert reads == {ref.bundle_id: (Source.PEER, following) for ref in (*TWINS, ALONE[rank])}
     # What one node alone has gets a second copy where it belongs; of twins there are enough.
     assert to_refill(V, TABLE, found.copies, WHERE, 1) == {0: {rank: [ALONE[rank]] for rank in range(PER_NODE)}}
+
+
+def survey(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], InventoryReply]) -> Inventory:
+    """What node 0 finds out, where `call` answers for the others."""
+    monkeypatch.setattr(peer_requests, "inventory", lambda _: NOTHING)
+    monkeypatch.setattr(PeerRequests, "_call", lambda _, index, *__: call(index))
+    return PeerRequests(*[SimpleNamespace()] * 4).survey(Assembly(1, "/ck", "job", WHERE, ("",) * NODES), 0)  # type: ignore[arg-type]
+
+
+def test_silent_keepers_hold_up_none_of_those_that_are_asked_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were asked 32 at a time: each of a few lost nodes cost seconds, and who asked waits ten."""
+    silent, asked, all_asked = {1, 40, 80, 120}, [], threading.Event()
+
+    def call(index: int) -> InventoryReply:
+        if index in silent:
+            raise KeeperLost("no answer" if all_asked.wait(2) else "the others were not asked")
+        asked.append(index)
+        if len(asked) == NODES - 1 - len(silent):
+            all_asked.set()
+        return InventoryReply(inventory=NOTHING)
+
+    found = survey(monkeypatch, call)
+
+    assert found.silent == tuple((index, "no answer") for index in sorted(silent))
+    assert len(found.reachable) == NODES - len(silent)
+
+
+def test_who_is_not_reached_in_time_is_told_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_requests, "SURVEY_TIMEOUT_S", 0.1)
+    over = threading.Event()
+    asked: list[int] = []
+
+    def call(index: int) -> InventoryReply:
+        asked.append(index)
+        assert over.wait(TIMEOUT_S), "the survey waits for who is silent"
+        raise KeeperLost("no answer")
+
+    found = survey(monkeypatch, call)
+    threads = [thread for thread in threading.enumerate() if thread.name == peer_requests.SURVEY]
+    over.set()
+
+    assert len(threads) == peer_requests.MAX_AT_ONCE
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert len(asked) == len(threads), "somebody was asked when the answer was given"
+    assert found.unheard == tuple(range(1, NODES))
 
 
 @pytest.mark.parametrize("wrong", [{"seals": b"no seals"}, {"nodes": [[0, 1 << 40, 1]]}], ids=["seals", "nodes"])

@@ -40,6 +40,9 @@ STALL_S = 3.0
 ASK_PEER_TIMEOUT_S = 3.0
 # A sign that replicas leave is given so often, and while a block left within the second time. At 1 Mbit/s one takes 2 s.
 SIGN_EVERY_S, SIGN_FOR_S = 1.0, 3.0
+# All are asked within this time, for who asked waits 10 s. Who was not reached by then is told as silent, and asked again.
+SURVEY_TIMEOUT_S = 8.0
+SURVEY = "holdfast survey"
 MAX_AT_ONCE = 32
 # Lines beside the first of each transfer, for all peers together: each has a descriptor, and a thread while it sends.
 MAX_FURTHER_LINES = 32
@@ -348,17 +351,20 @@ class PeerRequests:
         known: dict[bytes, bytes] = {}
         num_nodes = len(assembly.addresses)
         others = [(node + step) % num_nodes for step in range(1, num_nodes)]  # not all keepers at one door at a time
-        for at in range(0, len(others), MAX_AT_ONCE):
-            threads = [
-                threading.Thread(target=self._ask, args=(index, assembly, found, known), daemon=True)
-                for index in others[at : at + MAX_AT_ONCE]
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(2 * ASK_PEER_TIMEOUT_S)
-        late = KeeperLost("did not answer in time")
-        return _merge(node, own, {index: found.get(index, late) for index in others})
+        waiting, deadline = iter(others), time.monotonic() + SURVEY_TIMEOUT_S
+
+        def ask() -> None:
+            for index in waiting:  # one after the other for all threads: who is silent holds up one of them
+                if time.monotonic() < deadline:
+                    self._ask(index, assembly, found, known)
+
+        threads = [threading.Thread(target=ask, name=SURVEY, daemon=True) for _ in others[:MAX_AT_ONCE]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        late, answered = KeeperLost("did not answer in time"), dict(found)
+        return _merge(node, own, {index: answered.get(index, late) for index in others})
 
     def _ask(
         self,
