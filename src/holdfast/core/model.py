@@ -255,8 +255,25 @@ class RankLayout:
     @property
     def fingerprint(self) -> str:
         """Digest of identity, group and structure of all bundles; a cheap name for this layout."""
-        rows = [(b.bundle_id, b.fingerprint) for b in self.bundles]
-        return hashlib.blake2b(repr((self.rank, rows, self.captures)).encode(), digest_size=16).hexdigest()
+        name = repr((self.rank, structure_of(self.bundles), self.captures))
+        return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+
+
+# Lists whose digests are kept, each with its list, so that no other one gets its number. Twins share one of thousands of bundles.
+_structures: dict[int, tuple[tuple[BundleRef, ...], str]] = {}
+MAX_STRUCTURES = 64
+
+
+def structure_of(bundles: tuple[BundleRef, ...]) -> str:
+    """Return a digest of identity, group and structure of bundles."""
+    kept = _structures.get(id(bundles))
+    if kept is None:
+        rows = [(b.bundle_id, b.fingerprint) for b in bundles]
+        kept = bundles, hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
+        if len(_structures) >= MAX_STRUCTURES:
+            _structures.clear()
+        _structures[id(bundles)] = kept
+    return kept[1]
 
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from holdfast.core.layout import bundles, parity_groups
-from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version, structure_of
 from holdfast.core.versions import twin_vote
 from holdfast.core.versions.bundle_table import Table, disagreement, new_table
 
@@ -197,7 +197,7 @@ class Board:
         self._topology = topology
         self._parity = parity_groups.by_node(topology)
         self._layouts: dict[tuple[int, str], RankLayout] = {}
-        self._lists: dict[tuple[BundleRef, ...], tuple[BundleRef, ...]] = {}  # one list for all twins
+        self._lists: dict[str, tuple[BundleRef, ...]] = {}  # by digest: one list for all twins
         self._entries: dict[Version, _Entry] = {}
         self._tables: dict[str, Table] = {}
         self._named: dict[tuple[str, ...], str] = {}
@@ -211,7 +211,8 @@ class Board:
         """A rank's layout, before the first version that is sealed under it; again if the rank has a newer one by then."""
         key = (layout.rank, layout.fingerprint)
         self._layouts.pop(key, None)  # the newest stands last
-        self._layouts[key] = replace(layout, bundles=self._lists.setdefault(layout.bundles, layout.bundles))
+        known = self._lists.setdefault(structure_of(layout.bundles), layout.bundles)
+        self._layouts[key] = replace(layout, bundles=known) if known == layout.bundles else layout
 
     def table(self, layout: str) -> tuple[BundleRef, ...]:
         """Every bundle of the job under that layout; empty if unknown."""
@@ -569,7 +570,7 @@ class Board:
             newest = dict(self._layouts.keys())
             self._layouts = {k: v for k, v in self._layouts.items() if k in used or newest[k[0]] == k[1]}
             lists = {id(layout.bundles) for layout in self._layouts.values()}
-            self._lists = {row: row for row in self._lists.values() if id(row) in lists}
+            self._lists = {name: row for name, row in self._lists.items() if id(row) in lists}
 
 
 def _ids(report: RankReport) -> set[str]:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -487,9 +488,14 @@ class Working(Message, tag="working", frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class TwinLayouts:
-    """Layouts of ranks that list the same bundles, as all twins of a node do. `captures`: by rank, its `RankLayout.captures`."""
+    """Layouts of ranks that list the same bundles, as all twins do.
 
-    bundles: tuple[BundleRef, ...]
+    Attributes:
+        bundles: packed. Those of other nodes may be the same.
+        captures: by rank, its `RankLayout.captures`.
+    """
+
+    bundles: bytes
     captures: tuple[tuple[int, tuple[str, ...]], ...]
 
 
@@ -511,15 +517,19 @@ class Report(Message, tag="report", frozen=True, kw_only=True):
     def of(cls, node: int, incarnation: int, facts: Reports, *, whole: bool) -> Report:
         """Return the message of these facts."""
         layouts = tuple(
-            TwinLayouts(refs, tuple((layout.rank, layout.captures) for layout in twins))
+            TwinLayouts(bytes(pack(refs)), tuple((layout.rank, layout.captures) for layout in twins))
             for refs, twins in groupby(facts.layouts, lambda layout: layout.bundles)
         )
         return cls(node=node, incarnation=incarnation, reports=replace(facts, layouts=()), layouts=layouts, whole=whole)
 
     @property
     def facts(self) -> Reports:
-        """Return all that is reported. Twins share one list of their bundles."""
-        each = ((same.bundles, *own) for same in self.layouts for own in same.captures)
+        """Return all that is reported. Twins share one list of their bundles, those of other nodes too.
+
+        Raises:
+            KeeperError: the lists are none.
+        """
+        each = ((_bundles(same.bundles), *own) for same in self.layouts for own in same.captures)
         layouts = tuple(RankLayout(rank, bundles, captures) for bundles, rank, captures in each)
         return replace(self.reports, layouts=layouts)
 
@@ -653,6 +663,11 @@ def _unpack(body: bytes, kind: type[T]) -> T:
     """
     with _of_this_protocol():
         return msgspec.msgpack.decode(body, type=kind)
+
+
+@lru_cache(8)
+def _bundles(body: bytes) -> tuple[BundleRef, ...]:
+    return _unpack(body, tuple[BundleRef, ...])
 
 
 @contextmanager
