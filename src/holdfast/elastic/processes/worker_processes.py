@@ -174,7 +174,7 @@ class WorkerSlot:
 
 
 class _Prefix(str):
-    """What stands before each line of a worker's log: torch formats it with every line, and it may be another by then."""
+    """A prefix of the lines in a log: torch formats it with every line, and it may be another by then."""
 
     __slots__ = ("text",)
 
