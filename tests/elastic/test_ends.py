@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import forked
 from holdfast.elastic.launch.agent import awaited
 from holdfast.elastic.launch.base_agent import BaseAgent
 from holdfast.elastic.processes.exit_guard import ExitGuard
-from launch_kit import Job, Nodes, free_port, wait_for
+from launch_kit import Job, Nodes, free_port, kill_tree, wait_for
 from sample_kit import MORE, sampled
 
 LAUNCH = [sys.executable, "-W", "ignore", "-m", "holdfast.elastic.launch.run_command", "--standalone"]
@@ -433,6 +434,36 @@ def test_ranks_that_hang_on_several_nodes_are_not_given_the_whole_grace(
     assert job.logs().count("they are not waited for any longer") == 2 - len(saves)
 
 
+# Rank 1 brings something elsewhere behind its last line.
+UPLOADS = """
+import atexit, os, pathlib, sys, time
+here, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+def upload():
+    (here / f"uploads{rank}").write_text(str(os.getpid()))
+    while rank == "1" and not (here / "stop").exists(): time.sleep(0.01)
+atexit.register(upload)
+"""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_launcher_whose_ranks_have_ended_hears_signals_and_waits_for_nobody_who_is_gone(job: Job, lost: bool) -> None:
+    job.script = str(job.directory / "script.py")
+    Path(job.script).write_text(UPLOADS)
+    nodes = Nodes(job, f"127.0.0.1:{free_port()}")
+    launchers = [nodes.start(node) for node in range(2)]
+    marks = [job.directory / f"uploads{rank}" for rank in range(2)]
+    wait_for(lambda: all(mark.exists() and mark.read_text() for mark in marks), "the ranks", job.logs)
+    wait_for(lambda: not psutil.pid_exists(int(marks[0].read_text())), "the end of rank 0", job.logs)
+    if lost:
+        kill_tree(launchers[1])
+        assert launchers[0].wait(60) == 0, job.logs()
+        return
+    launchers[0].terminate()
+    assert launchers[0].wait(60) == 0, job.logs()
+    job.stop()
+    assert launchers[1].wait(60) == 0, job.logs()
+
+
 # Children that the script forks: by exit codes, by an error of its own, interrupted, off the last line.
 FORKS = """
 import os, pathlib, sys
@@ -642,6 +673,7 @@ class Ends:
     def any_lives(self): return worker.poll() is None
     def tell(self, number): os.kill(worker.pid, number)
     def kill(self): os.killpg(worker.pid, signal.SIGKILL) if worker.poll() is None else None
+    def ended_well(self): return False
     def safe(self): return "the newest state is that after step 7"
 assert worker.stdout.readline().strip() == "up"
 for number in (signal.SIGTERM, signal.SIGINT):  # a shell ignores the second one in what it runs in the background

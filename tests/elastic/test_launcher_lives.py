@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -15,18 +16,20 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
 from holdfast.elastic.launch.agent import Agent
-from holdfast.elastic.processes.worker_processes import Workers, WorkerSlot
+from holdfast.elastic.processes.worker_processes import Workers, WorkerSlot, _Prefix
 from holdfast.elastic.watchdog.watchdog import Watchdog
 from holdfast.elastic.worker import worker_main
 from holdfast.elastic.worker.kill_descendants import kill_group
 from holdfast.elastic.worker.script_sandbox import ScriptSandbox
 from keeper.rig import eventually
+from launch_kit import Job, Nodes
 
 
 def refuses(*_: object) -> None:
@@ -137,6 +140,23 @@ def test_a_replacement_of_a_replacement_leaves_no_thread_that_reads_a_log(tmp_pa
         eventually(lambda: sorted(words(seen)) == [f"last word of {number}" for number in range(4)])
 
 
+def test_lines_of_a_log_bear_the_rank_that_a_worker_has_by_then(tmp_path: Path) -> None:
+    """Nodes that come and go shift ranks, and processes go on."""
+    written, seen = tmp_path / "log", io.StringIO()
+    workers: Any = object.__new__(Workers)
+    workers._prefixes = {0: _Prefix("[rank 1]:")}
+    tail = TailLog("w", {0: str(written)}, seen, workers._prefixes, interval_sec=0.01).start()
+    try:
+        written.write_text("I am 1\n")
+        eventually(lambda: seen.getvalue() == "[rank 1]:I am 1\n")
+        workers.name_lines({0: "[rank 0]:"})
+        with written.open("a") as file:
+            file.write("I am 0\n")
+        eventually(lambda: seen.getvalue().endswith("\n[rank 0]:I am 0\n"))
+    finally:
+        tail.stop()
+
+
 def words(file: IO[str]) -> list[str]:
     file.flush()
     return Path(file.name).read_text().splitlines()
@@ -206,3 +226,14 @@ def test_an_endpoint_where_nobody_is_gets_one_line_with_the_remedy(tmp_path: Pat
     assert "Traceback" not in done.stderr
     assert "no rendezvous at 127.0.0.1:1" in done.stderr
     assert "--rdzv-endpoint" in done.stderr
+
+
+def test_a_launcher_that_comes_when_the_job_is_over_is_told_so_in_a_line(job: Job) -> None:
+    """As one does that a scheduler starts again."""
+    job.script = str(job.directory / "script.py")
+    Path(job.script).write_text("")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    nodes = Nodes(job, f"127.0.0.1:{store.port}", "1:2", hosted=False)
+    assert [nodes.start(node).wait(60) for node in range(2)] == [0, 1], job.logs()
+    assert "holdfast run: the job is over" in job.logs()
+    assert "Traceback" not in job.logs()

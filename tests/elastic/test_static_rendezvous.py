@@ -52,11 +52,12 @@ def _two_nodes(job: Job) -> tuple[int, Launcher, Launcher]:
     return port, first, second
 
 
-def test_a_job_that_lost_a_node_ends_and_says_why(job: Job) -> None:
-    """Nobody can take the place of a node: who is left does not meet alone, again and again."""
-    _, first, second = _two_nodes(job)
-    kill_tree(second)
-    assert first.wait(60) == 1, job.logs()
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_job_that_lost_a_node_ends_and_says_why(job: Job, node: int) -> None:
+    """Nobody can take the place of a node: who is left does not meet alone, again and again. Node 0 has the store as well."""
+    _, *launchers = _two_nodes(job)
+    kill_tree(launchers.pop(node))
+    assert launchers[0].wait(60) == 1, job.logs()
     assert "the static rendezvous cannot bring a node back; start the job again" in job.logs()
 
 

@@ -82,6 +82,8 @@ INPUT_SPENT = (
 NO_NODE_BACK = "the static rendezvous cannot bring a node back; start the job again, or use --rdzv-backend=c10d"
 # How often other launchers of a job that was told to end are asked for their ranks.
 ASK_S = 1.0
+# So often a launcher without ranks looks whether others have some.
+BARRIER_S = 0.2
 HEARD = {
     "started": WorkerStatus.RUNS,
     "finished": WorkerStatus.FINISHED,
@@ -162,6 +164,8 @@ class Agent(RendezvousAgent):
             self._workers = self._pcontext = self._new_workers(worker_group)
             self._workers.start()  # otherwise those that live get a new order, and the dead are replaced
             self._take_signals()
+        else:  # the ranks of this node may be others
+            self._workers.name_lines(worker_assignment.prefixes(self._log_line_prefix_template, worker_group))
         self._failures.clear()
         if self._watch is not None:
             self._watch.begin_round()
@@ -847,9 +851,28 @@ class Agent(RendezvousAgent):
         if failed:
             self._remaining_restarts = 0  # the work is done: what failed is what the script does at its end
             failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
-            self._exit_barrier()  # type: ignore[no-untyped-call]  # other nodes wait there for this one
+            self._exit_barrier()  # other nodes wait there for this one
             return RunResult(state=WorkerState.FAILED, failures=failures)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
+
+    def _exit_barrier(self) -> None:
+        """Waits until no launcher has a rank any more: one of them hosts the store that all ask.
+
+        torch's own stands in one call, in which Python hears no signal, and waits as long for a launcher that is gone.
+        """
+        if self._round is None:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+            return
+        until = time.monotonic() + self._exit_barrier_timeout
+        try:
+            self._round.spend()
+            while not self._round.all_spent(gone := self._gone()) and time.monotonic() < until:
+                time.sleep(BARRIER_S)
+        except (DistError, RuntimeError) as error:  # its host has left, or was lost: nothing more is heard
+            logger.info("the other launchers are not waited for: %s", error)
+            return
+        for node, proof in sorted(gone.items()):
+            logger.warning("node of group rank %d is not waited for: %s", node, proof)
 
     def _await_ends(self) -> None:
         began = said = time.monotonic()

@@ -96,6 +96,10 @@ class BaseAgent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended, or is another user's
                 os.killpg(pid, signal.SIGKILL)
 
+    def ended_well(self) -> bool:
+        codes = [process.returncode for process in self._processes()]
+        return bool(codes) and not any(code != 0 for code in codes)
+
     def safe(self) -> str:
         """Returns what was saved, as far as workers told."""
         return "what was saved is in its storage"
@@ -105,8 +109,9 @@ class BaseAgent(LocalElasticAgent):
 
     def exit_code_after(self, sigval: signal.Signals) -> int:
         """0 if every worker ended well after the signal, else the shell's 128 + signal."""
-        codes = [process.poll() for process in self._processes()]
-        return 0 if codes and all(code == 0 for code in codes) else 128 + sigval
+        for process in self._processes():
+            process.poll()
+        return 0 if self.ended_well() else 128 + sigval
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started = dict(super()._start_workers(worker_group))

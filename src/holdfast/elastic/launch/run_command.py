@@ -38,13 +38,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import DistError
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher.api import LaunchConfig
@@ -60,7 +65,7 @@ from holdfast.base.standard_streams import open_standard_files
 from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Version
 from holdfast.elastic.launch import foreign_launcher_env
-from holdfast.elastic.launch.agent import Agent
+from holdfast.elastic.launch.agent import NO_NODE_BACK, Agent
 from holdfast.elastic.launch.agent_options import Program, Rules
 from holdfast.elastic.launch.compile_cache import CompileCache, make_cache
 from holdfast.elastic.launch.device_questions import asked_in_a_child
@@ -352,6 +357,14 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
             "time (--rdzv-conf join_timeout=SECONDS; default: 600)\n"
         )
         return 1
+    except RendezvousClosedError:
+        sys.stderr.write("holdfast run: the job is over; to run it again, give all its launchers another --rdzv-id\n")
+        return 1
+    except DistError as error:
+        if config.rdzv_backend != "static":
+            raise
+        sys.stderr.write(f"holdfast run: the host of the rendezvous is lost ({_cause(error)}): {NO_NODE_BACK}\n")
+        return 1
     except SignalException as error:
         # Another node may still be at work, or this one may come back: the rendezvous stays open.
         return agent.exit_code_after(error.sigval)
@@ -413,11 +426,14 @@ def _meeting(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _no_rendezvous(endpoint: str, error: Exception) -> str:
-    why = str(error.__cause__ or error).splitlines()[0]
     return (
-        f"holdfast run: no rendezvous at {endpoint}: {why}; give HOST:PORT of the first node (--rdzv-endpoint), and see that"
+        f"holdfast run: no rendezvous at {endpoint}: {_cause(error)}; give HOST:PORT of the first node (--rdzv-endpoint), and see that"
         " it runs and that its port can be reached from here\n"
     )
+
+
+def _cause(error: Exception) -> str:
+    return str(error.__cause__ or error).partition("\n")[0]
 
 
 def _over_tcp(params: RendezvousParameters) -> bool:

@@ -53,6 +53,9 @@ class WorkerOwner(Protocol):
     def kill(self) -> None:
         """Kills the workers and all that they started."""
 
+    def ended_well(self) -> bool:
+        """Return whether all workers have ended, with code 0."""
+
     def safe(self) -> str:
         """Says what was saved."""
 
@@ -67,7 +70,7 @@ class ExitGuard:
         also_ends: returns the processes that are killed with the launcher if it ends here.
 
     Attributes:
-        code: the exit code of a launcher that is cut short; None: 128 + signal.
+        code: the exit code of a launcher that is cut short; None: 0 if all workers ended well, else 128 + signal.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class ExitGuard:
         return [number for number in heard if number in self._numbers]
 
     def _leave(self, number: int, after_s: float) -> None:
+        code = self.code if self.code is not None else 0 if self._workers.ended_well() else 128 + number
         self._workers.kill()
         for pid in self._also_ends():
             with contextlib.suppress(ProcessLookupError):  # it ended
@@ -140,7 +144,7 @@ class ExitGuard:
             f"holdfast run: {name} came {after_s:.0f} s ago, and the launcher waits for something that does not end: it is"
             f" ended here; {self._workers.safe()}\n"
         )
-        os._exit(128 + number if self.code is None else self.code)
+        os._exit(code)
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,15 +173,29 @@ class WorkerSlot:
         self.page = -1
 
 
+class _Prefix(str):
+    """A prefix of the lines in a log: torch formats it with every line, and it may be another by then."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __format__(self, spec: str) -> str:
+        return format(self.text, spec)
+
+
 class Workers(SubprocessContext):
     """All local workers; `subprocess_handlers` are worker slots."""
 
     def __init__(self, forkserver: ForkServer, logs_specs: LogsSpecs, num_spares: int, **given: Any) -> None:
-        super().__init__(logs_specs=logs_specs, **given)
+        self._prefixes: dict[int, Any] = {
+            rank: _Prefix(text) for rank, text in (given.pop("log_line_prefixes", None) or {}).items()
+        }
+        super().__init__(logs_specs=logs_specs, log_line_prefixes=self._prefixes or None, **given)
         self._forkserver = forkserver
         self._logs_specs = logs_specs
         self._num_spares = num_spares
-        self._prefixes: dict[int, str] | None = given.get("log_line_prefixes")
         self._num_replaced: Counter[tuple[int, int]] = Counter()  # (local rank, incarnation)
         self._logs: dict[
             str, tuple[Any, dict[int, dict[str, str]]]
@@ -196,6 +211,11 @@ class Workers(SubprocessContext):
     def worker_slots(self) -> dict[int, WorkerSlot]:
         """Return the worker slots by local rank."""
         return self.subprocess_handlers  # type: ignore[return-value]  # worker slots have what torch asks of its handlers
+
+    def name_lines(self, prefixes: Mapping[int, str] | None) -> None:
+        """Takes what stands before each line of a worker's log from here on, by local rank."""
+        for local_rank, text in (prefixes or {}).items():
+            self._prefixes[local_rank].text = text
 
     def notes_of(self, local_rank: int) -> int:
         """Descriptor of the worker slot's page of notes; it outlives the processes that have the worker slot."""
