@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Run
+from holdfast.base.errors import UsageError
+from holdfast.cli import report
 from holdfast.elastic.watchdog.run_journal import Journal
 from holdfast.keeper.observe.run_summary import newest_run
 
@@ -113,5 +115,28 @@ def test_an_exact_name_wins_over_similar_ones_that_are_newer(
     assert told("run1", "n0") == told("run-run1-n0", "x") == (9, "")
     assert told("run1-b", "n0") == (20, "")
     assert told("run1-b", "elsewhere") == (
-        30, "several journals are named like run1-b, and the newest is taken: run-run1-b-n1, run-run1-b-n0\n"
+        30, "several journals are of run1-b, and the newest is taken: run-run1-b-n1, run-run1-b-n0\n"
     )  # fmt: skip
+
+
+def test_names_that_only_begin_so_are_refused_where_there_are_several(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest was taken, which may be another job."""
+    monkeypatch.setenv("HOLDFAST_NODE_LABEL", "worker-3")
+    for name in ("run-a-worker-3", "run-a-big-worker-3", "run-a2-worker-3", "run-b-big-n7", "run-b-bad-n7"):
+        (runtime_dir / name).mkdir()
+        (runtime_dir / name / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+
+    def told(run: str) -> str:
+        return report.observed(run)[0].parent.name
+
+    assert [told(run) for run in ("a", "a2", "run-a2", "run-b-big-n7", "b-bad")] == [
+        "run-a-worker-3", "run-a2-worker-3", "run-a2-worker-3", "run-b-big-n7", "run-b-bad-n7",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="no run is called b, and several begin so: run-b-b.*, run-b-b") as caught:
+        told("b")
+    assert "run-a" not in caught.value.what
+    assert caught.value.remedy
+    with pytest.raises(UsageError, match="no journal of c"):
+        told("c")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.base.errors import KeeperError, KeeperLost
+from holdfast.base.errors import AnswerTooLong, KeeperError, KeeperLost
 from holdfast.checkpoint.restore import version_vote
 from holdfast.checkpoint.restore.version_vote import Verdict
 from holdfast.core.layout import bundles
@@ -165,6 +165,18 @@ def test_silent_keepers_hold_up_none_of_those_that_are_asked_after_them(monkeypa
 
     assert found.silent == tuple((index, "no answer") for index in sorted(silent))
     assert len(found.reachable) == NODES - len(silent)
+
+
+def test_a_keeper_that_cannot_tell_all_it_holds_is_not_taken_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted among those that say no, so that an older version could be chosen without a wait."""
+
+    def call(index: int) -> InventoryReply:
+        if index == NODES // 2:
+            messages.raise_refusal(messages.refusal(1, AnswerTooLong("more than a message holds")))
+        return InventoryReply(inventory=NOTHING)
+
+    with pytest.raises(AnswerTooLong, match="more than a message holds"):
+        survey(monkeypatch, call)
 
 
 def test_who_is_not_reached_in_time_is_told_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:

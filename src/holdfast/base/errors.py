@@ -184,6 +184,13 @@ class KeeperNotStarted(KeeperError):
     advice = "see its log; without a keeper there is no level in memory, and a restart goes back to storage"
 
 
+class AnswerTooLong(KeeperError):
+    """A keeper has more to tell than a message may hold. What it would have said is unknown, not absent."""
+
+    code = "HF505"
+    advice = "use fewer nodes for one job; a restore takes what storage has once all keepers of the job are ended"
+
+
 class DeviceError(HoldfastError):
     """An accelerator has no memory left, or failed. The error of torch is its cause (`__cause__`)."""
 

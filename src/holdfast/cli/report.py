@@ -7,7 +7,7 @@ it the newest journal there is taken. An exact name wins over similar ones. A jo
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,7 @@ def _journal(run: str | None) -> Path:
     root = status.runtime_path(None)
     journals = sorted(root.glob(f"run-*/{NAME}"), key=lambda path: path.stat().st_mtime)
     if run:
-        exact = {run, f"run-{run}-{load().node}"}
-        similar = [path for path in journals if path.parent.name.startswith((f"run-{run}-", run))]
-        journals = [path for path in similar if path.parent.name in exact] or similar
+        journals = _named(run, journals)
     if not journals:
         raise UsageError(
             f"no journal of {run or 'any run'}",
@@ -66,8 +64,24 @@ def _journal(run: str | None) -> Path:
         )
     if run and len(journals) > 1:
         names = ", ".join(path.parent.name for path in reversed(journals))
-        say(f"several journals are named like {run}, and the newest is taken: {names}", file=sys.stderr)
+        say(f"several journals are of {run}, and the newest is taken: {names}", file=sys.stderr)
     return journals[-1]
+
+
+def _named(run: str, journals: Sequence[Path]) -> list[Path]:
+    """The journal of exactly this name or run on this node, else those of the run on others, else the only one that begins so.
+
+    Raises:
+        UsageError: several begin so, and none is called so.
+    """
+    names = {path: path.parent.name for path in journals if path.parent.name.startswith((f"run-{run}-", run))}
+    exact = [path for path, name in names.items() if name in (run, f"run-{run}-{load().node}")]
+    # A run's id and a node's label may both have a `-`: of other nodes the last part counts as the label.
+    exact = exact or [path for path, name in names.items() if name.rpartition("-")[0] == f"run-{run}"]
+    if not exact and len(names) > 1:
+        what = f"no run is called {run}, and several begin so: {', '.join(names.values())}"
+        raise UsageError(what, remedy="name one of these")
+    return exact or list(names)
 
 
 def _document(found: Goodput) -> Mapping[str, Any]:

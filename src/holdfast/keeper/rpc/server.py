@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.base.errors import HoldfastError, KeeperError
+from holdfast.base.errors import AnswerTooLong, HoldfastError, KeeperError
 from holdfast.keeper.rpc.listener import Door
 from holdfast.keeper.rpc.messages import (
     RANK,
@@ -59,8 +59,6 @@ MAX_CONNECTIONS = 8192
 MAX_OUTBOX = 1024
 # Threads that serve connections at once, without those that wait for something.
 MAX_THREADS = 32
-# Of an answer that no frame holds.
-TOO_LARGE = "use fewer nodes for one job; a restore takes what storage has once all keepers of the job are ended"
 # What never waits for anything and comes from everywhere: done by the thread that read it, without stepping aside.
 SHORT = (Report, Propose, Ping)
 
@@ -110,10 +108,9 @@ class Connection:
         """Queues a message; a client that lets too many pile up is cut off. A reply that fits in no frame becomes a refusal."""
         body = encode(message)
         if message.id and len(body) > frames.MAX_FRAME_BYTES:
-            error = KeeperError(
+            error = AnswerTooLong(
                 f"the answer ({type(message).__name__}) has {len(body)} bytes, and a message at most {frames.MAX_FRAME_BYTES}",
                 where=f"the keeper, process {os.getpid()}",
-                remedy=TOO_LARGE,
             )
             logger.error("%s", error)
             body, fds = encode(refusal(message.id, error)), ()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from holdfast.base.errors import Fenced, HoldfastError, KeeperError, KeeperLost, VersionNotFound
+from holdfast.base.errors import AnswerTooLong, Fenced, HoldfastError, KeeperError, KeeperLost, VersionNotFound
 from holdfast.core.model import Seal, Version
 from holdfast.core.rank_runs import runs_of, spread
 from holdfast.core.recovery.parity_choice import REBUILT
@@ -421,6 +421,9 @@ def _merge(node: int, own: Inventory, others: dict[int, Inventory | HoldfastErro
     """One inventory of all that answered; a keeper's copies are named by the index it was asked under.
 
     What twins hold is told once, with the nodes as runs: a job of 512 of them has millions of copies.
+
+    Raises:
+        AnswerTooLong: one holds more than it can tell, so nobody knows what.
     """
     holders: dict[tuple[Version, bool, bytes], tuple[set[int], set[int]]] = {}
     for index, one in {node: own, **others}.items():
@@ -433,6 +436,8 @@ def _merge(node: int, own: Inventory, others: dict[int, Inventory | HoldfastErro
     suspects, levels = dict(own.suspects), dict(own.levels)
     reachable, silent, unheard = list(own.reachable), [], []
     for index, found in sorted(others.items()):
+        if isinstance(found, AnswerTooLong):
+            raise found
         if isinstance(found, HoldfastError):
             silent.append((index, found.what))
             if found.retryable and not found.condemns:
