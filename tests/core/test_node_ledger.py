@@ -134,54 +134,53 @@ def test_layouts_of_saves_that_find_no_slot_are_bounded() -> None:
     assert len(board._layouts) <= 2 * coordinator_board.MAX_VERSIONS
 
 
-def test_a_new_coordinator_hears_of_levels_without_seals_and_orders_nothing_that_stands() -> None:
+def test_a_new_coordinator_is_told_no_seals_of_what_is_captured_and_concludes_the_same() -> None:
     """It was told the seals of 32 versions and the table of each: of a large job more than a message can hold."""
     topology = Topology(("a", "b"), (0, 1))
     table = tuple(BundleRef(f"own{rank}", (rank,), num_bytes=8) for rank in (0, 1))
-    layout = RankLayout(1, table[1:], ("own1",))
-    ledger = NodeLedger(node=1, topology=topology, incarnation=1, lineage=Lineage())
-    ledger.register(layout)
-    ledger.resume(None)
-    ledger.tables.learn("L", table)
-    durable, due, newest, pending = (Version(1, step) for step in range(4))
-    for version in (durable, due, newest, pending):
-        assert ledger.begin(1, version, [SlotView(0)]).value == 0
-        ledger.seal(1, version, [Seal("own1", 8, "0" * 32)], durable=version < newest)
-        if version != pending:
-            ledger.told(Announcement(Kind.CAPTURED, version, "all sealed it", layout="L"))
-        if version < newest:
-            ledger.told(Announcement(Kind.PERSIST, version, "due"))
-    ledger.told(Announcement(Kind.DURABLE, durable, "committed"))
+    older, due, newest, pending = (Version(1, step) for step in range(4))
+    ledgers = []
+    for rank in (0, 1):
+        ledger = NodeLedger(node=rank, topology=topology, incarnation=1, lineage=Lineage())
+        ledger.register(RankLayout(rank, table[rank : rank + 1], (f"own{rank}",)))
+        ledger.resume(None)
+        ledger.tables.learn("L", table)
+        for version in (older, due, newest, pending):
+            assert ledger.begin(rank, version, [SlotView(0)]).value == 0
+            ledger.seal(rank, version, [Seal(f"own{rank}", 8, "0" * 32)], durable=version == due)
+            # The coordinator ended before node 0 heard of the older one, and of what is due.
+            if version == newest or (version != pending and rank):
+                ledger.told(Announcement(Kind.CAPTURED, version, "all sealed it", layout="L"))
+        ledgers.append(ledger)
+    ledgers[1].told(Announcement(Kind.PERSIST, due, "due"))
+    told = [ledger.reports() for ledger in ledgers]
 
-    facts = ledger.reports()
+    assert [[bool(report.seals) for report in facts.sealed] for facts in told] == [
+        [True, True, False, True],
+        [False, False, False, True],
+    ]
+    assert [[(fact.version, bool(fact.table)) for fact in facts.heard] for facts in told] == [
+        [(newest, True)],
+        [(due, True), (newest, False)],
+    ]
+    for order in (told, told[::-1]):
+        board = Board(topology)
+        said = []
+        for facts in order:
+            for layout in facts.layouts:
+                board.register(layout)
+            said += [*board.heard(facts.heard), *board.sealed(facts.sealed)]
+        news = [(one.kind, one.version) for one in said if isinstance(one, Announcement)]
+        captured = [(Kind.CAPTURED, version) for version in (older, due, newest, pending)]
+        assert sorted(news, key=str) == sorted([*captured, (Kind.PERSIST, due)], key=str)
 
-    assert [(report.version, bool(report.seals)) for report in facts.sealed] == [
-        (durable, False), (due, False), (newest, False), (pending, True)
-    ]  # fmt: skip
-    assert [bool(fact.table) for fact in facts.heard] == [True, False, False]
-    board = Board(topology)  # node 0 died with the coordinator before it
-    for registered in facts.layouts:
-        board.register(registered)
-    said = [*board.heard(facts.heard), *board.sealed(facts.sealed)]
-    assert [(news.kind, news.version) for news in said if isinstance(news, Announcement)] == [
-        (Kind.CAPTURED, durable), (Kind.DURABLE, durable), (Kind.CAPTURED, due), (Kind.PERSIST, due), (Kind.CAPTURED, newest)
-    ]  # fmt: skip
-    assert board.heard(facts.heard) == []  # another node says the same
-    assert board.being_written() == (due,)
 
-
-def test_tables_of_layouts_that_only_older_versions_have_are_not_told() -> None:
-    """With a value that grows at each save every version has a layout of its own: their seals say all."""
+def test_no_version_is_called_captured_of_which_a_bundle_was_never_sealed() -> None:
+    """Only who knows it to be captured leaves seals out."""
     topology = Topology(("a",), (0,))
-    ledger = NodeLedger(node=0, topology=topology, incarnation=1, lineage=Lineage())
-    ledger.resume(None)
-    for step in range(4):
-        table = (BundleRef("own0", (0,), num_bytes=8, fingerprint=str(step)),)
-        ledger.register(RankLayout(0, table, ("own0",)))
-        ledger.tables.learn(f"L{step}", table)
-        ledger.begin(0, Version(1, step), [SlotView(0)])
-        ledger.seal(0, Version(1, step), [Seal("own0", 8, "0" * 32)], durable=False)
-        ledger.told(Announcement(Kind.CAPTURED, Version(1, step), "all sealed it", layout=f"L{step}"))
-    facts = ledger.reports()
-    assert [fact.layout for fact in facts.heard] == ["L3"]
-    assert [bool(report.seals) for report in facts.sealed] == [True, True, True, False]
+    board = Board(topology)
+    layout = RankLayout(0, (BundleRef("own0", (0,), num_bytes=8),), ("own0",))
+    board.register(layout)
+    (said,) = board.sealed([RankReport(Version(1, 1), 0, layout.fingerprint, (), False)])
+    assert isinstance(said, Announcement)
+    assert (said.kind, said.reason) == (Kind.ABANDONED, "no rank sealed bundle own0")

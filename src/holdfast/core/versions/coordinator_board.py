@@ -35,8 +35,6 @@ MAX_WRITTEN = 8
 MAX_AWAITED = 4
 # Layouts remembered; a job has one, or two when optimizer state appears with the first step.
 MAX_LAYOUTS = 8
-# Of a level, and of a version that an earlier coordinator called so.
-SAID = "an earlier coordinator said so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,7 @@ class RankReport:
     Attributes:
         layout: fingerprint of the RankLayout that was registered when the rank began the version.
         durable: the version is due for storage.
+        captured: it is known to be, so all seals were compared; they are left out then.
     """
 
     version: Version
@@ -53,6 +52,7 @@ class RankReport:
     layout: str
     seals: tuple[Seal, ...]
     durable: bool
+    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,12 @@ class KnownCapture:
     Attributes:
         table: every bundle of the job under `layout`; empty where one before it in the same report has told it.
         due: it is due for storage.
-        durable: it stands there.
     """
 
     version: Version
     layout: str
     table: tuple[BundleRef, ...]
     due: bool
-    durable: bool = False
 
 
 class Kind(enum.Enum):
@@ -276,12 +274,7 @@ class Board:
             entry = self._entry(fact.version)
             entry.durable_due |= fact.due
             if entry.is_open:
-                if fact.durable:
-                    entry.reached.add(Level.DURABLE)  # before it is called captured, for nothing of it is written again
-                actions += self._captured(fact.version, entry, fact.layout, SAID)
-                actions += [Announcement(Kind.DURABLE, fact.version, SAID)] if fact.durable else []
-            elif fact.durable and Level.CAPTURED in entry.reached:
-                actions += self.committed(fact.version)
+                actions += self._captured(fact.version, entry, fact.layout, "an earlier coordinator said so")
             else:
                 actions += self._try_persist(fact.version, entry)
         return actions
@@ -457,7 +450,8 @@ class Board:
         table = self._tables[entry.layout]
         if table.flaw:
             return self._abandon(version, entry, table.flaw)
-        if lacking := sorted(table.ids.difference(*(_ids(report) for report in entry.sealed.values()))):
+        lacking = sorted(table.ids.difference(*(_ids(report) for report in entry.sealed.values())))
+        if lacking and not any(report.captured for report in entry.sealed.values()):
             return self._abandon(version, entry, f"no rank sealed bundle {lacking[0]}")
         return self._captured(version, entry, entry.layout, f"all {self._topology.world_size} ranks sealed it")
 

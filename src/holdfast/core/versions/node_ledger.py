@@ -89,9 +89,9 @@ class Reports:
     """Everything a new coordinator needs from this node, and what it is told in between.
 
     Attributes:
-        sealed: without the seals of versions that are `heard` of: what is captured was compared.
-        heard: versions that are known to be captured: the newest, those on their way to storage, and others of their layouts.
-            The table comes with the first of each.
+        sealed: without the seals of versions that are captured.
+        heard: versions that are known to be captured: the newest, and those on their way to storage. The table comes with the
+            first of each layout.
         failures, at_work: of writing to storage; said once, and not again to a new coordinator.
         sending: versions of which bytes leave this node to be replicas; said every second.
         examined: copies of bundles whose twins differ; said once as well.
@@ -367,14 +367,12 @@ class NodeLedger:
     def reports(self) -> Reports:
         """All that this node would tell a coordinator that knows nothing."""
         items = sorted(self._versions.items())
-        heard = self._heard()
-        known = {fact.version for fact in heard}
         return Reports(
             layouts=tuple(self._layouts.values()),
             # Not those that are abandoned: their slots may hold something else by now.
             sealed=tuple(
-                replace(x.reports[r], seals=()) if v in known else x.reports[r]
-                for v, x in items
+                replace(x.reports[r], seals=(), captured=True) if Level.CAPTURED in x.reached else x.reports[r]
+                for _, x in items
                 if x.sent and not x.abandoned
                 for r in self.ranks
             ),
@@ -383,20 +381,18 @@ class NodeLedger:
             due=tuple(v for v, local in items if local.due),
             parts=tuple(part for _, local in items for _, part in sorted(local.parts.items())),
             dropped=tuple(v for v, local in items if local.dropping),
-            heard=heard,
+            heard=self._heard(),
         )
 
     def _heard(self) -> tuple[KnownCapture, ...]:
-        """Captured versions that a new coordinator could not conclude from the nodes that are left, and others of the same layouts."""
-        known = [(v, x) for v, x in sorted(self._versions.items()) if Level.CAPTURED in x.reached]
-        wanted = {x.layout for v, x in known if x.is_written or v == self._captured}
+        """Captured versions that a new coordinator could not conclude from the nodes that are left."""
         found: list[KnownCapture] = []
-        for version, local in known:
-            refs = self.tables.under(local.layout).refs
-            if local.layout in wanted and refs:
+        for version, local in sorted(self._versions.items()):
+            open_ = Level.CAPTURED in local.reached and Level.DURABLE not in local.reached
+            refs = self.bundles_of(version).refs
+            if open_ and refs and (local.persist_told or version == self._captured):
                 is_told = any(fact.layout == local.layout for fact in found)
-                durable = Level.DURABLE in local.reached
-                found.append(KnownCapture(version, local.layout, () if is_told else refs, local.persist_told, durable))
+                found.append(KnownCapture(version, local.layout, () if is_told else refs, local.persist_told))
         return tuple(found)
 
     def _local(self, version: Version) -> _Local:
