@@ -134,7 +134,7 @@ def test_names_that_only_begin_so_are_refused_where_there_are_several(
     assert [told(run) for run in ("a", "a2", "run-a2", "run-b-big-n7", "b-bad")] == [
         "run-a-worker-3", "run-a2-worker-3", "run-a2-worker-3", "run-b-big-n7", "run-b-bad-n7",
     ]  # fmt: skip
-    with pytest.raises(UsageError, match="no run is called b, and several begin so: run-b-b.*, run-b-b") as caught:
+    with pytest.raises(UsageError, match=r"no run is called b, and several begin so: run-b-b.*, run-b-b") as caught:
         told("b")
     assert "run-a" not in caught.value.what
     assert caught.value.remedy
