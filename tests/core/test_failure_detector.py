@@ -259,3 +259,17 @@ def waits_since(step: int, rank: int) -> WorkerSample:
     return WorkerSample(
         rank, Beat(step, step, Phase.COLLECTIVE, "all_reduce", 3, True, samples=dict.fromkeys(Phase, 300))
     )
+
+
+@pytest.mark.parametrize("may", ["may_lose_node", "may_replace"])
+@pytest.mark.parametrize("is_left_alone", [False, True])
+def test_a_silent_node_whose_loss_would_end_the_job_is_reported(may: str, is_left_alone: bool) -> None:
+    """It may have stood still for a while, as a machine does that is moved."""
+    watch, more, kinds = Watch(), {may: not is_left_alone}, []
+    for look in range(80):
+        now_s = look / 4
+        waits = WorkerSample(0, Beat(1, 1, Phase.COLLECTIVE, "all_reduce", 3, True), wakes=1)
+        kinds += [
+            v.kind for v in watch.look(now_s, [waits], {1: (now_s, (1,))}, world_size=2, **more) if v.ranks == (1,)
+        ]
+    assert kinds[-1] == (Kind.REPORT if is_left_alone else Kind.REPLACE_NODE)

@@ -47,10 +47,11 @@ def test_a_lower_member_that_neither_answers_nor_refuses_is_waited_for_a_while()
 
 
 def test_a_rendezvous_with_a_gap_in_its_ranks_lost_somebody() -> None:
-    assert is_whole([0])
-    assert is_whole([2, 0, 1])
-    assert not is_whole([1, 2])
-    assert not is_whole([0, 2])
+    assert is_whole([0], 1)
+    assert is_whole([2, 0, 1], 2)
+    assert not is_whole([1, 2], 1)
+    assert not is_whole([0, 2], 2)
+    assert not is_whole([0], 2), "who was dropped had the highest rank"
 
 
 def test_what_a_host_does_about_another_store() -> None:

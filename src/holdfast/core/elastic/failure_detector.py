@@ -34,6 +34,7 @@ from holdfast.core.elastic.watch_mode import BUSY_FACTOR, CAREFUL, DEVICE_FACTOR
 from holdfast.core.elastic.worker_activity import WINDOW_S, Activity
 from holdfast.core.elastic.worker_facts import DEBUGGER, HELD, STEPPING, Beat, Phase, WorkerSample
 
+LEFT_ALONE = "One more failure would end the job: left alone"
 # A node of which nothing is heard for so long, while ranks elsewhere stand still for as long, is lost: longer than a
 # virtual machine stands still when it is moved.
 LOST_S = 8.0
@@ -164,7 +165,7 @@ class Watch:
         self._said: frozenset[tuple[Kind, tuple[int, ...]]] = frozenset()
         self._world_size = 0
         self._elsewhere: Sequence[int] = ()
-        self._may_replace = True
+        self._may_replace = self._may_lose_node = True
 
     def begin_round(self) -> None:
         """This node may have other ranks from now on: none is known until it starts. What was learned of ranks stays."""
@@ -194,6 +195,7 @@ class Watch:
         world_size: int | None = None,
         stuck_elsewhere: Sequence[int] = (),
         may_replace: bool = True,
+        may_lose_node: bool = True,
     ) -> tuple[Verdict, ...]:
         """Judges everything anew. A rank that is to be replaced is gone from then on: its verdict stands.
 
@@ -204,6 +206,7 @@ class Watch:
             world_size: ranks of the job, if known.
             stuck_elsewhere: ranks of the nodes whose own watches are `stuck`.
             may_replace: False: one more failure would end the job, so in careful mode hangs are only reported.
+            may_lose_node: False: a node that is lost would end the job, so one that is silent is only reported.
         """
         late = 0.0 if self._looked_at_s is None else max(0.0, now_s - self._looked_at_s - LATE_S)
         self._looked_at_s = now_s
@@ -212,6 +215,7 @@ class Watch:
                 self._take(sight, now_s, late)
         self._world_size, self._elsewhere = world_size or len(self._tracks), stuck_elsewhere
         self._may_replace = may_replace or not self.mode.learns
+        self._may_lose_node = may_lose_node and self._may_replace
         verdicts = [*self._judge_nodes(now_s, silent_nodes or {}), *self._judge_ranks(now_s)]
         everybody = {*self._tracks, *stuck_elsewhere} == set(range(world_size or 0))
         if self.stuck and everybody and not self._interrupts:
@@ -326,8 +330,10 @@ class Watch:
                 continue
             if stuck:
                 evidence = (f"nothing was heard of it for {silent_s:.1f} s", f"{_waiting(stuck)} in a collective")
-                reason = f"node {node} is lost: it is silent, and work has stopped"
-                found.append(Verdict(Kind.REPLACE_NODE, ranks, reason, evidence, found_after_s=silent_s))
+                kind, reason = Kind.REPLACE_NODE, f"node {node} is lost: it is silent, and work has stopped"
+                if not self._may_lose_node:
+                    kind, reason = Kind.REPORT, f"node {node} is silent, and work has stopped. {LEFT_ALONE}"
+                found.append(Verdict(kind, ranks, reason, evidence, found_after_s=silent_s))
             else:
                 reason = f"node {node} is silent and steps go on: only the channel is broken"
                 found.append(Verdict(Kind.WAIT, ranks, reason, (f"nothing was heard of it for {silent_s:.1f} s",)))
@@ -511,7 +517,7 @@ class Watch:
             if (rank, sight.beat.step) in self._memory.places:
                 kind, reason = Kind.REPORT, f"{reason}. It was replaced at this step before: left alone"
             elif not self._may_replace:
-                kind, reason = Kind.REPORT, f"{reason}. One more failure would end the job: left alone"
+                kind, reason = Kind.REPORT, f"{reason}. {LEFT_ALONE}"
         return Verdict(kind, (rank,), reason, evidence, now_s - self._tracks[rank].since_s)
 
     def _wait(self, rank: int, why: str) -> Verdict:

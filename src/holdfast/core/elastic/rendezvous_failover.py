@@ -74,9 +74,9 @@ def where(
     return Decision("", f"member {min(live)} is to open its store" if live else "nobody answers")
 
 
-def is_whole(ranks: Collection[int]) -> bool:
-    """Return whether a rendezvous gave these ranks and nobody was lost since: they are 0 to n - 1."""
-    return sorted(ranks) == list(range(len(ranks)))
+def is_whole(ranks: Collection[int], least: int) -> bool:
+    """Return whether a rendezvous of `least` or more gave these ranks and nobody was lost since: they are 0 to n - 1."""
+    return len(ranks) >= least and sorted(ranks) == list(range(len(ranks)))
 
 
 def host_yields(other: Answer, mine: str, *, met: bool) -> bool | None:

@@ -14,6 +14,7 @@ Must never: publish an incarnation before the failed process is dead and reaped;
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import inspect
 import logging
@@ -228,6 +229,9 @@ class Agent(RendezvousAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """A node came or went: living workers go on or wait, and get a new order after the rendezvous."""
+        with contextlib.suppress(*LOST):  # the next look meets it again
+            if self._workers is not None and self._all_finished():
+                return  # nobody has anything left to do: the next look says so
         self._recoveries += 1
         if self._round is not None:
             self._round.close()
@@ -516,10 +520,8 @@ class Agent(RendezvousAgent):
         silent_nodes = {node: (seconds, ranks) for ranks, (node, seconds) in nodes.items()}
         size, elsewhere = self._worker_group.workers[0].world_size, self._round.heartbeats.stuck_elsewhere(now)
         of_many: Verdict | None = None
-        may_replace = self._cases.may_fail()
-        for verdict in self._watch.poll(
-            now, silent_nodes, world_size=size, stuck_elsewhere=elsewhere, may_replace=may_replace
-        ):
+        may = {"may_replace": self._cases.may_fail(), "may_lose_node": not self._is_static}
+        for verdict in self._watch.poll(now, silent_nodes, world_size=size, stuck_elsewhere=elsewhere, **may):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
                     worker_slot = self._workers_of()[mine[rank]]

@@ -39,7 +39,7 @@ DEFAULT_MAX_RESTARTS = _DefaultNumber(3)
 # torchrun's 5 x 3 is meant for thousands of nodes that compare-and-set one key; small jobs can ask more often. kill -9
 # of one of two nodes to the first steps with its replacement, 2 + 2 ranks on 2 cores, 2.7 s of it imports: 3.8 s with
 # two attempts, 5.8 s with three, 8.2 s with five (torch 2.13). A node that is only slow and counted as dead goes on
-# undisturbed until the next restart, at which it joins again.
+# undisturbed until the next restart, at which it joins again. Each launcher judges by its own clock (`rendezvous.own_clock`).
 KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 KEEP_ALIVE_MAX_NODES = 32
 # Where a job of one node meets, as torchrun spells it; no other launcher could know the port.

@@ -147,6 +147,7 @@ class Watchdog:
         world_size: int | None = None,
         stuck_elsewhere: Sequence[int] = (),
         may_replace: bool = True,
+        may_lose_node: bool = True,
     ) -> list[Verdict]:
         """Return what is to be done now; every order is given once, and its rank is not looked at any more until it
         starts again.
@@ -157,12 +158,14 @@ class Watchdog:
             world_size: ranks of the job, if known.
             stuck_elsewhere: ranks of nodes whose watchdogs are `stuck`.
             may_replace: False: one more failure would end the job.
+            may_lose_node: False: a lost node would.
         """
         sights = [self._look(rank, worker, now) for rank, worker in self._workers.items()]
         orders = []
         looked = self._watch.look(
             now, sights, silent_nodes,
             world_size=world_size, stuck_elsewhere=stuck_elsewhere, may_replace=may_replace,
+            may_lose_node=may_lose_node,
         )  # fmt: skip
         for verdict in looked:
             if verdict.kind is Kind.LOOK:

@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from holdfast.core.elastic.rendezvous_failover import is_whole, where
+from holdfast.elastic.launch.rendezvous.own_clock import judge_by_own_clock
 from holdfast.elastic.launch.rendezvous.peer_links import PeerLinks
 from holdfast.elastic.launch.rendezvous.prompt_rendezvous import be_prompt, drop_participant, look_first
 from holdfast.elastic.launch.rendezvous.standby_store import USES, Dialler, StandbyStore, address_of, call_apart
@@ -169,7 +170,8 @@ class MovingRendezvous(RendezvousHandler):
         self.links.close()
         for _ in range(MOST_MOVES):
             info = self._handler.next_rendezvous()
-            if is_whole(ranks := self._handler._state_holder.state.participants.values()):
+            ranks = self._handler._state_holder.state.participants.values()
+            if is_whole(ranks, self._handler.settings.min_nodes):
                 break
             logger.warning("a launcher was lost while the job met, ranks %s are left: it meets again", sorted(ranks))
         else:
@@ -264,6 +266,7 @@ class MovingRendezvous(RendezvousHandler):
         backend = _Backend(store, self._params.run_id, self._look)
         self._handler = create_handler(store, backend, self._params)
         be_prompt(self._handler)
+        judge_by_own_clock(self._handler)
 
     def _look(self, call: Callable[..., Any]) -> None:
         """Once a second at most: whether the job went elsewhere, and who its members are."""
