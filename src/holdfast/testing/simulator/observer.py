@@ -35,6 +35,7 @@ class Observer:
         sealed: version -> ranks that ever sealed it; `nodes_of`: (version, bundle) -> nodes that ever held it sealed.
         state: (version, bundle) -> digest of the state at the save.
         acked: per level the newest version that was announced since the last recovery.
+        abandoned: versions that a coordinator gave up.
         spoiled: versions in which a twin's bytes were wrong at the save.
         under_replicated: the newest version that was called replicated and then, by word of the coordinator, no more.
         living: versions that descend from no rolled-back step.
@@ -50,6 +51,7 @@ class Observer:
     state: dict[tuple[Version, str], str] = field(default_factory=dict)
     acked: dict[Level, Version] = field(default_factory=dict)
     spoiled: set[Version] = field(default_factory=set)
+    abandoned: set[Version] = field(default_factory=set)
     living: set[Version] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     renewed: set[int] = field(default_factory=set)
@@ -97,6 +99,8 @@ class Observer:
             ]
             if under_replicated:
                 raise Violation("S13", f"{version} is called replicated; {under_replicated[0]} was never in two nodes")
+        if news.kind is Kind.ABANDONED:
+            self.abandoned.add(version)
         if news.kind is Kind.DROPPED and news.lost:
             self.under_replicated = max(self.under_replicated or version, version)
             if version >= self.acked.get(Level.REPLICATED, version):
@@ -196,6 +200,6 @@ class Observer:
         return all(held is not None and held.intact for held in found)
 
     def notices(self, version: Version, keepers: Sequence[Keeper]) -> None:
-        """After a seal: is it the newest complete one now?"""
-        if self.is_complete(version, keepers) and version not in self.spoiled:
+        """After a seal: is it the newest complete one now? One that was given up before is none: its copies are free already."""
+        if self.is_complete(version, keepers) and version not in self.spoiled | self.abandoned:
             self.complete = max(self.complete or version, version)
