@@ -247,7 +247,7 @@ class Loading:
         self.used: set[str] = set()
         self._asked: set[str] = set()
         self._tensors: dict[str, torch.Tensor] = {}
-        self._repeated: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._repeated: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._ready: dict[str, Any] = {}
 
     def claim(self, live: LiveTensor, tensor: torch.Tensor) -> bool:
@@ -277,7 +277,7 @@ class Loading:
         once = _once(live.local)
         if once is not live.local:  # torch refuses to write to an element that is seen several times
             full = torch.empty(live.local.shape, dtype=live.local.dtype, device=live.local.device)
-            self._repeated.append((once, full))
+            self._repeated.append((shard.name, once, full))
             live = replace(live, local=full)
         self.targets[shard.name] = live
         self._tensors[shard.name] = tensor
@@ -288,9 +288,13 @@ class Loading:
         return entry in self._asked and entry in self.saved and entry not in self.targets
 
     def fill_repeated(self) -> None:
-        """Fills tensors made by `expand` from what was loaded in their place: every element once."""
-        for once, full in self._repeated:
-            once.copy_(full.as_strided(once.shape, full.stride(), full.storage_offset()))
+        """Fills tensors made by `expand` from what was loaded in their place: every element once. What they cannot show is refused."""
+        for name, once, full in self._repeated:
+            first = full.as_strided(once.shape, full.stride(), full.storage_offset())
+            if torch.equal(_bits(first.expand_as(full)), _bits(full)):
+                once.copy_(first)
+            else:
+                self.refuse(f"{name} was saved with several values, and is one value here that `expand` repeats")
 
     def claim_if_there(self, live: LiveTensor, tensor: torch.Tensor) -> None:
         """Claim as `claim` does what is not saved: an older version may have it all the same."""
@@ -338,11 +342,15 @@ class Loading:
         self._ready[path] = tree
         return tree
 
-    def pass_over(self, path: str, *, group: Group | None = None) -> None:
-        """A value that says nothing new to these objects: another name of a tensor that has both names here."""
+    def pass_over(self, path: str, ref: TensorRef, *, group: Group | None = None) -> None:
+        """A value that says nothing new to these objects: another name of the tensor `ref`, which has both names here."""
         entry, _ = self.layouts.resolve(path, group)
-        if isinstance(self.values.get(entry), TensorRef):
-            self.used.add(entry)
+        saved = self.values.get(entry)
+        if not isinstance(saved, TensorRef):
+            return
+        self.used.add(entry)
+        if saved.name != ref.name and saved.name in self._asked:  # that is a tensor of its own here
+            self.misfit.append(f"{entry} (saved as another name of {saved.name}, here of {ref.name})")
 
     def regroup(self, path: str, group: Group | None, names: Sequence[Sequence[str]]) -> None:  # noqa: ARG002
         """Parameter groups are about to be claimed under `path`; these are the names of the parameters in them here.
@@ -461,6 +469,10 @@ def _once(local: torch.Tensor) -> torch.Tensor:
         if size > 1 and stride == 0:
             local = local.narrow(dim, 0, 1)
     return local
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _difference(saved: SavedTensor, shard: Shard) -> str:

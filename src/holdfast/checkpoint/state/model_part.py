@@ -142,8 +142,8 @@ class ModelPart:
                 loading.claim_if_there(left, tensor)
         for name in (*self._extra, *self._made_up.values()):
             loading.claim_value(name)
-        for name, (_, group) in self._tied.items():
-            loading.pass_over(name, group=group)
+        for name, (ref, group) in self._tied.items():
+            loading.pass_over(name, ref, group=group)
 
     def create(self, loading: Loading) -> None:
         """Nothing: a module has all its tensors from the start."""

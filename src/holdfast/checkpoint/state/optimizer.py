@@ -171,7 +171,10 @@ class OptimizerPart:
     def unchanged(self) -> bool:
         """Return whether parameters and state are the same objects."""
         return (
-            self._stepper.state is self._held and self._watch.unchanged() and same_objects(self._listed(), self._params)
+            self._stepper.state is self._held
+            and self._watch.unchanged()
+            and same_objects(self._listed(), self._params)
+            and [len(group["params"]) for group in self.optimizer.param_groups] == [*map(len, self._names)]
         )
 
     def report(self, out: Collector) -> None:
@@ -260,10 +263,9 @@ class OptimizerPart:
             self._give_back(loading, groups)
             if not self._dealt:
                 return
-        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            for key, value in saved.items():
-                if key != "params":
-                    group[key] = kept(group.get(key), value)
+        rest = [{key: value for key, value in saved.items() if key != "params"} for saved in groups]
+        for group, values in zip(self.optimizer.param_groups, kept(self.optimizer.param_groups, rest), strict=True):
+            group.update(values)
 
     def _loaded(self, loading: Loading) -> dict[torch.Tensor, dict[Any, Any]]:
         """Returns the state by parameter as it is to be, with the tensors that are claimed."""

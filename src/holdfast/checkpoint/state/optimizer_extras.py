@@ -266,8 +266,8 @@ def keep_objects(
     holders = [vars(each) for each in within if each is not optimizer]
     new_groups, new_state = optimizer.param_groups, optimizer.state
     if "param_groups" in vars(optimizer) and new_groups is not groups and len(new_groups) == len(groups):
-        for old, new in zip(groups, new_groups, strict=True):
-            new.update({key: kept(old.get(key), value) for key, value in new.items()})
+        for new, values in zip(new_groups, kept(groups, new_groups), strict=True):
+            new.update(values)
         if not any(each.get("param_groups") is new_groups for each in holders):
             for old, new in zip(groups, new_groups, strict=True):
                 old.clear()
@@ -283,10 +283,21 @@ def keep_objects(
         optimizer.state = state
 
 
-def kept(now: Any, value: Any) -> Any:
-    """Returns a value for a group; a tensor keeps its identity (a compiled or captured step holds on to it)."""
-    both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
-    return now.copy_(value) if both and (now.shape, now.dtype) == (value.shape, value.dtype) else value
+def kept(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns values for groups; a tensor keeps its identity (a compiled or captured step holds on to it).
+
+    One that several groups share keeps it only if the same was saved for all of them.
+    """
+
+    def keep(now: Any, key: str, value: Any) -> Any:
+        both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+        if not both or (now.shape, now.dtype) != (value.shape, value.dtype):
+            return value
+        others = (theirs.get(key) for group, theirs in zip(groups, saved, strict=True) if group.get(key) is now)
+        return (now if all(same(value, other) for other in others) else torch.empty_like(now)).copy_(value)
+
+    pairs = zip(groups, saved, strict=True)
+    return [{key: keep(group.get(key), key, value) for key, value in values.items()} for group, values in pairs]
 
 
 def _copied(tree: Any) -> Any:

@@ -199,12 +199,13 @@ class State:
 
     @torch.no_grad()
     def glance(self) -> Gathered:
-        """Gather as `gather` does, but look at what lasts only when an optimizer's state has grown: a hundredth of the
-        time.
+        """Gather as `gather` does, but look at what optimizers own only when an optimizer's state has grown: a fraction of
+        the time.
 
         For whoever asks `still` before the result is used.
         """
-        if self._is_grown():
+        others = (part for part in self._parts if not isinstance(part, OptimizerPart))
+        if self._is_grown() or not all(part.unchanged() for part in others):
             self._glanced = self._sizes()
             return self.gather()
         transient = self._reported()
