@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from holdfast.base.errors import MismatchError
+from holdfast.checkpoint.restore.reshard import _same_bytes
+from holdfast.checkpoint.survivors.step_snapshot import as_bytes
 from state_kit import restore, save
 from zoo_kit import start
 
@@ -104,3 +106,9 @@ def test_a_weight_that_is_tied_to_another_one_by_now_is_refused() -> None:
     with pytest.raises(MismatchError, match=r"tied\.weight \(saved as another name of model\.other\.weight, here of"):
         restore(start({"model": tied("one")}), saved)
     restore(start({"model": tied("other")}), saved)
+
+
+@pytest.mark.parametrize("shown", [torch.tensor([1 + 2j, 3 + 1j]).conj(), torch.tensor([1 + 2j]).conj().imag])
+def test_bits_of_a_turned_tensor_are_those_that_it_shows(shown: torch.Tensor) -> None:
+    assert torch.frombuffer(bytearray(as_bytes(shown)), dtype=shown.dtype).tolist() == shown.tolist()
+    assert _same_bytes(shown, shown.resolve_conj().resolve_neg())

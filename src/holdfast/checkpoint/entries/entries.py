@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.terminal import some_of
 from holdfast.checkpoint.entries.pytree import flatten, references, unflatten
-from holdfast.checkpoint.entries.sharding import Layouts, Piece, elements_of, local_of
+from holdfast.checkpoint.entries.sharding import Layouts, Piece, bits_of, elements_of, local_of
 from holdfast.checkpoint.entries.types import Group, LiveTensor, LoadRecord, SavedTensor, torch_dtype
 from holdfast.core.layout import reshard
 from holdfast.core.model import Extent, Shard
@@ -291,7 +291,7 @@ class Loading:
         """Fills tensors made by `expand` from what was loaded in their place: every element once. What they cannot show is refused."""
         for name, once, full in self._repeated:
             first = full.as_strided(once.shape, full.stride(), full.storage_offset())
-            if torch.equal(_bits(first.expand_as(full)), _bits(full)):
+            if torch.equal(bits_of(first.expand_as(full)), bits_of(full)):
                 once.copy_(first)
             else:
                 self.refuse(f"{name} was saved with several values, and is one value here that `expand` repeats")
@@ -469,10 +469,6 @@ def _once(local: torch.Tensor) -> torch.Tensor:
         if size > 1 and stride == 0:
             local = local.narrow(dim, 0, 1)
     return local
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _difference(saved: SavedTensor, shard: Shard) -> str:

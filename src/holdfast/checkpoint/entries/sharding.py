@@ -200,6 +200,12 @@ def elements_of(local: torch.Tensor) -> object:
     return where, tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg()
 
 
+def bits_of(local: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of all elements, row by row, as uint8; of a conjugated or negated tensor as it shows them."""
+    plain = local.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
+
+
 def is_same_memory(one: torch.Tensor, other: Any) -> bool:
     """Returns whether another object is a tensor that shows the very same elements."""
     return isinstance(other, torch.Tensor) and elements_of(local_of(one)) == elements_of(local_of(other))

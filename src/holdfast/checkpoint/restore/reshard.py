@@ -27,6 +27,7 @@ import torch
 from holdfast.base.errors import CorruptError, MismatchError
 from holdfast.checkpoint.entries.entries import EXCLUDED, MEMORY_ORDER, Loading, mismatch
 from holdfast.checkpoint.entries.pytree import references
+from holdfast.checkpoint.entries.sharding import bits_of
 from holdfast.checkpoint.entries.types import Group, LiveTensor, LoadRecord
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.collectives import Ranks
@@ -407,7 +408,7 @@ class _Scratch:
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+    return torch.equal(*(bits_of(tensor.cpu()) for tensor in (one, other)))
 
 
 def _is_tied(path: str, tied: Iterable[Sequence[str]]) -> bool:

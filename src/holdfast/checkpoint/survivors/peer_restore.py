@@ -25,6 +25,7 @@ import xxhash
 from holdfast.base.errors import CorruptError, HoldfastError, LevelNotReached, MismatchError
 from holdfast.checkpoint.device import accelerator, chunk_staging
 from holdfast.checkpoint.entries.entries import Loading
+from holdfast.checkpoint.entries.sharding import bits_of
 from holdfast.checkpoint.entries.types import Group, LiveTensor, SavedTensor
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
@@ -172,7 +173,7 @@ class LiveFill:
 
     def _give(self, plan: _Plan, receiver: int) -> None:
         for names in _parcels(plan.gives[receiver], plan.shards):
-            parts = [remains.late[name].detach().contiguous().reshape(-1).view(torch.uint8).cpu() for name in names]
+            parts = [bits_of(remains.late[name]).cpu() for name in names]
             data = torch.cat(parts)
             digest = xxhash.xxh3_128_digest(as_bytes(data))
             self._group.send(torch.cat([data, torch.frombuffer(bytearray(digest), dtype=torch.uint8)]), receiver)

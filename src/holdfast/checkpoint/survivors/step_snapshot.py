@@ -27,6 +27,7 @@ import xxhash
 
 from holdfast.base.errors import CorruptError, HoldfastError
 from holdfast.base.handler_errors import pass_on
+from holdfast.checkpoint.entries.sharding import bits_of
 from holdfast.checkpoint.entries.types import Gathered, Group
 from holdfast.core.model import Shard, Version
 from holdfast.tiers.backends.own_descriptor import OwnDescriptor
@@ -243,7 +244,7 @@ class SnapshotWriter:
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor in host memory, row by row."""
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return bytes(bits_of(tensor).numpy())
 
 
 def lasting(shards: Sequence[SnapshotRow]) -> dict[str, Shard]:
