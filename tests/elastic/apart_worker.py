@@ -42,7 +42,8 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if again:
         work_until("end")
-    dist.destroy_process_group()
+    if WAY != "early":  # who has no group any more ends with its script
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
