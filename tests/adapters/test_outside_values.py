@@ -253,6 +253,16 @@ def test_a_text_that_cannot_be_gone_through_is_refused_only_if_it_reads_a_clock(
 
 
 @pytest.mark.parametrize(
+    "head", ["match step:\n    case 1:", "try:\n    import missing\nexcept ImportError:", "if step:"]
+)
+def test_a_clock_above_a_loop_that_stands_in_a_block_is_found(head: str) -> None:
+    inside = f"rate = time.time()\nfor x in batches:\n{indent(STEP + RATE, '    ')}"
+    nest = find_nested(f"{HEAD}step = 1\n{head}\n{indent(inside, '        ' if 'case' in head else '    ')}")
+    assert isinstance(nest, Nest)
+    assert "'time.time()'" in nest.outside
+
+
+@pytest.mark.parametrize(
     "head",
     [
         "for epoch in iter(lambda: time.time() < 60, False):",

@@ -209,16 +209,14 @@ def test_a_training_loop_that_makes_other_calls_is_refused_or_not_kept(
     assert unasked.holdfast.checkpointer is None
 
 
-def test_an_optimizer_whose_steps_are_made_by_hooks_is_refused(looping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers makes one for `galore_adamw_layerwise`."""
-
-    class LayerWiseDummyOptimizer(torch.optim.Optimizer):
-        def __init__(self) -> None:
-            super().__init__([torch.ones(1)], {"lr": 1.0})
-
-    trainer = looping()
-    trainer.optimizer = SimpleNamespace(optimizer=LayerWiseDummyOptimizer())
-    with pytest.raises(UsageError, match="makes no steps: hooks on parameters do"):
+@pytest.mark.parametrize("name", ["LayerWiseDummyOptimizer", "AdaLomo"])
+def test_an_optimizer_whose_steps_are_made_in_the_backward_pass_is_refused(
+    looping: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As transformers makes one for `galore_adamw_layerwise` and `adalomo`."""
+    trainer, kind = looping(), type(name, (torch.optim.SGD,), {})
+    trainer.optimizer = SimpleNamespace(optimizer=kind([torch.ones(1)], lr=1.0))
+    with pytest.raises(UsageError, match=f"{name} steps within the backward pass"):
         _kept(trainer, monkeypatch).train()
 
 

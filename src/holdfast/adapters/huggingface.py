@@ -190,6 +190,10 @@ def _parameters(model: Any) -> Iterator[str]:
             yield from (f"{prefix}.{glob.escape(name)}" for name, _ in each.named_parameters())
 
 
+# Optimizers that transformers makes of which hooks on parameters, or the backward pass itself, make the steps.
+IN_BACKWARD = ("LayerWiseDummyOptimizer", "Lomo", "AdaLomo")
+
+
 class _Keeping:
     """Holds what holdfast knows of one trainer."""
 
@@ -345,10 +349,10 @@ class _Keeping:
                 remedy="let its _inner_training_loop call that of transformers 5, or keep the loop with a holdfast.Checkpointer",
             )
         optimizer = _bare(self._trainer.optimizer, "optimizer")
-        if any(kind.__name__ == "LayerWiseDummyOptimizer" for kind in type(optimizer).__mro__):
+        if any(kind.__name__ in IN_BACKWARD for kind in type(optimizer).__mro__):
             return UsageError(
-                f"{type(optimizer).__name__} makes no steps: hooks on parameters do, with optimizers that no version would have",
-                remedy="choose an `optim` that is not layerwise",
+                f"{type(optimizer).__name__} steps within the backward pass, with state that no version would have",
+                remedy="choose an `optim` that is neither layerwise nor (ada)lomo",
             )
         return None
 

@@ -104,6 +104,7 @@ _PLAIN = {name.rpartition(".")[2] for name in _TOLD} | {
 _KEYED = {"dict": "['{}']", "Namespace": ".{}", "SimpleNamespace": ".{}"}
 # Statements whose parts run where they stand.
 _BLOCKS: tuple[type[ast.stmt], ...] = (ast.If, ast.With, *TRY)
+_INNER: tuple[type[ast.AST], ...] = (*_BLOCKS, ast.Match, ast.ExceptHandler, ast.match_case)
 # Objects with a `step` that trains nothing.
 _TRAINERS = ("opt", "sched", "adam", "sgd")
 _NOTHING = {"append", "extend", "insert", "write", "add_scalar", "info", "debug", "warning"}
@@ -1185,12 +1186,14 @@ def _asked_unseen(trees: Sequence[ast.Module]) -> str:
 
 def _before(scope: ast.AST, loop: ast.AST) -> Iterator[tuple[ast.stmt, bool]]:
     """Yields the statements of a script or a function above a loop, and whether they plainly give something to a name."""
-    for name in ("body", "orelse", "finalbody"):
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for statement in getattr(scope, name, ()):
             if any(node is loop for node in ast.walk(statement)):
-                if isinstance(statement, _BLOCKS):
+                if isinstance(statement, _INNER):
                     yield from _before(statement, loop)
                 return
+            if not isinstance(statement, ast.stmt):
+                continue  # another case, or another handler
             calls = [last_name(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
             if isinstance(statement, ast.Assign | ast.AnnAssign):
                 yield statement, all(name in _PLAIN for name in calls)
