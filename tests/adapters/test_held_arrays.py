@@ -15,6 +15,7 @@ import torch
 from holdfast.adapters.zero_lines.changes import Changes
 from holdfast.adapters.zero_lines.reach import held_arrays
 from holdfast.adapters.zero_lines.reach.look import Leaf, Look
+from holdfast.base.errors import UsageError
 from holdfast.tiers.format import values as value_codec
 
 
@@ -38,6 +39,18 @@ def test_it_comes_back_bit_for_bit_through_the_codec(value: torch.Tensor | np.nd
     assert there.shape == value.shape
     assert held_arrays.stored(there) == held_arrays.stored(value)
     there += there  # it can be written
+
+
+def test_a_backward_pass_through_what_had_a_graph_before_the_restart_raises() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * 3).sum()
+    assert held_arrays.is_held(loss, with_graph=True)
+    assert not held_arrays.is_held(loss)
+    with torch.no_grad():  # as a version is taken up
+        there = held_arrays.brought(value_codec.decode(value_codec.encode(held_arrays.stored(loss))))
+    assert (there.item(), there.requires_grad, there.is_leaf) == (6.0, True, False)
+    with pytest.raises(UsageError, match="its graph is gone"):
+        (there + weight.sum()).backward()
     assert isinstance(there, torch.Tensor) or there.flags.owndata  # and resized
 
 

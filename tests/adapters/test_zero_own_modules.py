@@ -1,4 +1,4 @@
-"""Which module beside a script has the loop that trains: exactly one, in a function, and nobody has to guess."""
+"""Which module of the user's own has the loop that trains: exactly one, in a function, and nobody has to guess."""
 
 from __future__ import annotations
 
@@ -64,6 +64,36 @@ def test_nothing_is_found_where(files: dict[str, str], tmp_path: Path) -> None:
 
 def test_a_module_of_python_or_one_that_is_loaded_is_not_taken_for_the_scripts(tmp_path: Path) -> None:
     assert found(tmp_path, "import queue, pytest", queue=LOOP, pytest=LOOP) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "beside", "expected"),
+    [
+        ("repo", "", "own_package.engine"),
+        ("site-packages", "", None),
+        ("repo", LOOP, "own_beside"),  # then the others are not looked at
+    ],
+)
+def test_a_package_that_is_not_installed_is_the_users_own(
+    place: str, beside: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / place / "own_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "engine.py").write_text(LOOP)
+    monkeypatch.syspath_prepend(str(package.parent))
+    source = "import own_beside\nfrom own_package.engine import train"
+    assert found(tmp_path / "scripts", source, own_beside=beside) == expected
+
+
+def test_a_package_that_an_installed_one_of_its_name_comes_before_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("repo", "site-packages"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "own_trainer.py").write_text(LOOP)
+        monkeypatch.syspath_prepend(str(tmp_path / place))
+    assert found(tmp_path / "scripts", "import own_trainer") is None
 
 
 def test_names_of_the_start_are_found_across_own_modules(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ LIFE = str(Path(__file__).with_name("zero_life.py"))
 SAMPLE = {
     "global counter", "global set in the loop, read in a function", "closure with nonlocal", "namespace that counts",
     "killed behind the loop, number of the loss", "killed behind the loop, loss as it is", "resumes by itself, far",
-    "shorter at the second time", "loop of a module", "function of an installed package that counts",
+    "shorter at the second time", "loop of a package on the path", "function of an installed package that counts",
     "settings whose attributes are their items", "submodule in use changes", "head that is used at times, zeroed before the step", "tensor that is resized", "settings by exec",
     "list of two names that changes late",
     "size of a log", "file of its own that is there", "time in a closure, and a loss by it", "times that are told",
@@ -43,7 +43,7 @@ def live(
     (script / "train.py").write_text(case.text())
     (package / "helper.py").write_text(case.helper)
     environment = {
-        **os.environ, "MARK": str(home / "mark"), "PYTHONPATH": str(Path(LIFE).parent.parent), "HOLDFAST_DURABLE_EVERY": "1",
+        **os.environ, "MARK": str(home / "mark"), "PYTHONPATH": f"{Path(LIFE).parent.parent}{os.pathsep}{package}", "HOLDFAST_DURABLE_EVERY": "1",
         "THREADS": str(case.threads),
         **(dict(case.again) if again else {}), **({"POCKET": "1"} if pocket else {}),
     }  # fmt: skip

@@ -584,3 +584,8 @@ main()
 }
 CASES = {name: replace(case, threads=2) for name, case in CASES.items()}
 CASES["lines of csv, rehearsed"] = replace(CASES["lines of csv"], threads=1)
+CASES["function of an installed package that counts, where the child is not allowed a file"] = replace(
+    CASES["function of an installed package that counts"],
+    threads=1,
+    step=STEP + "open(os.environ['MARK'] + '.log', 'a').close()\n",
+)

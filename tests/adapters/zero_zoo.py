@@ -198,6 +198,9 @@ CASES: dict[str, Case] = {
             "trainer.train()", "    trainer.rows = rows\n    trainer.train()\n    print('END', rows)\nmain()"
         ),
     ),
+    "loop of a package on the path": Case(
+        helper=TRAINER.replace("SCALE", "count()"), whole=TRAINS + "print('END', helper.seen)\n", packaged="src"
+    ),
     "loop of a module, with an iterator of the module": Case(
         "nobody can be sure what 'scales', a count",
         helper="import itertools\nscales = itertools.count(1)\n" + TRAINER.replace("SCALE", "next(scales)"), whole=TRAINS,
@@ -209,6 +212,30 @@ CASES: dict[str, Case] = {
     "loop of a module, whose version does not fit": Case(
         "was made before the loop", helper=TRAINER.replace("SCALE", "(1 + epoch)").replace("        number = 1\n", "        number = int(os.environ.get('N', 1))\n"),
         whole=TRAINS + "print('END', helper.trained)\n", again=(("N", "2"),),
+    ),
+    # Tensors with a graph in attributes.
+    "loss with its graph in an attribute": Case(
+        pre="holder = argparse.Namespace()", body="holder.loss = loss", shown="holder.loss.item(), holder.loss.requires_grad", when=5
+    ),
+    "loss with its graph in an attribute, summed": Case(
+        pre="holder = argparse.Namespace(loss=0, seen=0.0)", body="holder.seen += float(holder.loss); holder.loss = loss", scale="(1 + holder.seen)",
+        shown="holder.seen",
+    ),
+    "loss with its graph in an attribute, not rehearsed": Case(
+        "lives from one turn to the next with its graph, and the first steps are not rehearsed",
+        pre="holder = argparse.Namespace()", body="holder.loss = loss", shown="holder.loss.item()", threads=2,
+    ),
+    "loss with its graph in an attribute, graphs are retained": Case(
+        "and the script retains graphs", pre="holder = argparse.Namespace()",
+        step=STEP.replace("backward()", "backward(retain_graph=True)"), body="holder.loss = loss", shown="holder.loss.item()",
+    ),
+    "penalty of the turn before in an attribute": Case(
+        "lives from one turn to the next with its graph", pre="holder = argparse.Namespace(penalty=0)",
+        step=STEP.replace("* {scale}", "* {scale} + holder.penalty"), body="holder.penalty = (model[0].weight * 0.1).sum()",
+    ),
+    "penalty of the turn before under a name, with a file that is written": Case(
+        "lives from one turn to the next with its graph", pre="penalty = 0",
+        step=STEP.replace("* {scale}", "* {scale} + penalty") + "open(os.environ['MARK'] + '.log', 'a').close()\n", body="penalty = (model[0].weight * 0.1).sum()",
     ),
     # Objects that come to be in the loop.
     "object that comes to be": Case(

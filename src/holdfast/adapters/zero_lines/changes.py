@@ -43,11 +43,13 @@ class Changed:
             behind it, each object that came to be.
         gone: path, owner and key of each that is no longer there.
         reason: what can neither be carried nor be left out; empty if all is well.
+        graph: the first tensor with a graph among the rows, and its line; empty if there is none.
     """
 
     rows: list[list[Any]]
     gone: list[list[Any]]
     reason: str = ""
+    graph: str = ""
 
 
 class Changes:
@@ -122,6 +124,7 @@ class Changes:
             if held := self.holds_identity(without_data(value)):
                 reason = reason or f"{path!r} changes in the loop{self._where(path)}, and {held}"
         reason = reason or self._too_much(now, rows)
+        graph = next((f"{row[0]!r}{self._where(row[0])}" for row in rows if held_arrays.has_graph(row[3])), "")
         gone = [[p, leaf.owner, leaf.key] for p, leaf in before.leaves.items() if p not in now.leaves]
         gone = [row for row in gone if row[0] not in now.fixed]
         try:
@@ -132,7 +135,7 @@ class Changes:
             if size > MAX_BYTES:
                 largest = max(rows, key=lambda row: len(encoded([row])))
                 rows, reason = [], reason or f"{largest[0]!r}{self._where(largest[0])} is too large to be carried"
-        return Changed(rows, gone, reason)
+        return Changed(rows, gone, reason, graph)
 
     def _why_not_stored(self, path: str, leaf: Leaf, stored: tuple[Any, list[Any]], owners: Container[str]) -> str:
         """Returns why a restart would not have what `_stored` returned as it is now; empty if it would."""

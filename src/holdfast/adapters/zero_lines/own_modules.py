@@ -1,10 +1,11 @@
-"""Finds the training loops of a script in the modules that lie beside it: `from trainer import Trainer`.
+"""Finds the training loops of a script in modules of the user's own: `from trainer import Trainer`.
 
     found = find_in_modules(path, source)     # the loops of the one module that has any, or None
     finder = OwnFinder(found, hook)           # while it is installed, that module is imported with the lines of its loops
 
-Own modules are those that the script imports, at any distance, and that lie in its directory: what is installed, and what
-`PYTHONPATH` has, is not looked for. Only loops in functions and methods are taken; what runs while a module is imported is not.
+Own modules are those that the script imports, at any distance, and that lie in its directory. Where no loop stands in these, so are
+those of other directories that modules are imported from: a package on `PYTHONPATH`, or installed with `pip install -e`. What lies
+in `site-packages` is nobody's own. Only loops in functions and methods are taken; what runs while a module is imported is not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, TypeAlias
 from holdfast.adapters.zero_lines.nested.nested_script import Nest, facts, find_nested
 from holdfast.adapters.zero_lines.script_text import HOOK, imported, scope_of
 from holdfast.base.handler_errors import pass_on
+from holdfast.base.installed import is_users_own
 from holdfast.checkpoint.usage.clock_names import finds_files, names_of_start, of_start
 
 # So many modules are looked at.
@@ -50,14 +52,16 @@ class OwnLoops:
 
 def find_in_modules(script: str, source: str) -> OwnLoops | None:
     """Returns the loops of the one own module that has any; None if none has, if several have, or if one uses holdfast."""
-    trees = _own_trees(script, source)
-    if any(each.split(".")[0] == "holdfast" for _, _, tree in trees.values() for each in imported(tree)):
-        return None
+    trees: _Own = {}
     found: list[OwnLoops] = []
-    for name, (file, text, _) in trees.items():
-        nest = find_nested(text)
-        if isinstance(nest, Nest):
-            found.append(OwnLoops(name, file, nest, frozenset(trees)))
+    for further in ([], [place for place in sys.path if place]):
+        trees = _own_trees([_home_of(script), *further], source)
+        if any(each.split(".")[0] == "holdfast" for _, _, tree in trees.values() for each in imported(tree)):
+            return None
+        nests = {name: find_nested(text) for name, (_, text, _) in trees.items()}
+        found = [OwnLoops(n, trees[n][0], nest, frozenset(trees)) for n, nest in nests.items() if isinstance(nest, Nest)]
+        if found:
+            break
     if len(found) != 1 or any(isinstance(_scope(found[0].nest, site.line), ast.Module) for site in found[0].nest.sites):
         return None
     others = [ast.parse(source), *(tree for name, (_, _, tree) in trees.items() if name != found[0].name)]
@@ -76,7 +80,7 @@ def find_in_script(script: str, source: str) -> Nest | str:
     found = find_nested(source)
     if not isinstance(found, Nest):
         return found
-    own = _own_trees(script, source)
+    own = _own_trees([_home_of(script)], source)
     if own:
         found = find_nested(source, [tree for _, _, tree in own.values()])
         assert isinstance(found, Nest)
@@ -90,14 +94,17 @@ def _with_own_modules(nest: Nest, own: _Own, source: str) -> Nest:
     return replace(nest, started=started, reread=finds_files(trees, started))
 
 
-def _own_trees(script: str, source: str) -> _Own:
-    """Returns path, text and tree of each own module, by name."""
-    home = os.path.dirname(os.path.abspath(script))
+def _home_of(script: str) -> str:
+    return os.path.dirname(os.path.abspath(script))
+
+
+def _own_trees(places: Sequence[str], source: str) -> _Own:
+    """Returns path, text and tree of each own module, by name. `places` are directories, that of the script first."""
     trees: _Own = {}
     waiting = list(_names(ast.parse(source), ""))
     while waiting and len(trees) < _MAX_MODULES:
         name = waiting.pop()
-        if name in trees or (file := _file_of(home, name)) is None:
+        if name in trees or (file := _file_of(places, name)) is None:
             continue
         try:
             text = decode_source(Path(file).read_bytes())
@@ -132,12 +139,14 @@ def _with_packages(name: str) -> Iterator[str]:
     yield from (".".join(parts[: place + 1]) for place in range(len(parts)))
 
 
-def _file_of(home: str, name: str) -> str | None:
+def _file_of(places: Sequence[str], name: str) -> str | None:
     top = name.partition(".")[0]
     if not top or top in sys.stdlib_module_names or name in sys.modules:
         return None
-    place = os.path.join(home, *name.split("."))
-    return next((file for file in (os.path.join(place, "__init__.py"), f"{place}.py") if os.path.isfile(file)), None)
+    stems = [os.path.abspath(os.path.join(place, *name.split("."))) for place in places]
+    files = (file for stem in stems for file in (os.path.join(stem, "__init__.py"), f"{stem}.py"))
+    found = next(filter(os.path.isfile, files), None)
+    return found if found is not None and is_users_own(found, places[0]) else None
 
 
 class OwnFinder(MetaPathFinder):

@@ -683,7 +683,10 @@ class _Run:
         for index, check in enumerate(self._checks):
             if index == 0 or entries[0].taken:
                 self._state.doubt(differs(check.made(number, {})))
-        self._state.rehearses(self._checks[0].reason if self._checks else "")
+        if not self._taken_up and self._checks and (reason := self._checks[0].reason):
+            self._state.rehearses(reason)
+            relied = next((each.changes for each in entries if each.before.unknown), None)
+            self._state.doubt(unknown(relied, reason) if relied is not None else "")
         if self._state.spoiled and self._state.alone:
             self._checkpointer.save(number, "durable")  # it says of itself that it is not to be taken
         if self._stopped():

@@ -512,7 +512,9 @@ def _reads_gradients(tree: ast.Module, loop: ast.For) -> bool:
     inside = {id(node) for node in ast.walk(loop)}
     for node in ast.walk(tree):
         word = last_name(node)
-        if id(node) not in inside and (word in _GRADIENTS or "grad_norm" in word or "grad_value" in word):
+        is_set = isinstance(getattr(node, "ctx", None), ast.Store)  # `config.grad_norm_clip = 1.0` reads none
+        told = ("grad_norm" in word or "grad_value" in word) and not is_set
+        if id(node) not in inside and (word in _GRADIENTS or told):
             return True
     around = (
         node for node in ast.walk(tree) if isinstance(node, ast.For) and any(part is loop for part in ast.walk(node))

@@ -67,6 +67,7 @@ class NestedState(Doubts):
         self.randomness: dict[str, Any] = {}
         self.generators: dict[str, Generator] = {}
         self.rehearsed = self.loses_gradients = False
+        self._cut = ""  # the first tensor that was carried without its graph
         self._made_before: dict[str, int] = {}
         self._cleared: frozenset[int] = frozenset()
         self._memory: list[tuple[Any, set[int]]] = []  # of the kept objects, for one look
@@ -114,6 +115,7 @@ class NestedState(Doubts):
         gradients = living_gradients.packed(self.stepped, cleared, zeros=not self.loses_gradients)
         self.doubt(
             changed.reason
+            or (self._why_no_graph(changed.graph) if changed.graph else "")
             or self._why_unsure(carried, gradients)
             or self._of_items(entries)
             or _changed_around(entries)
@@ -226,9 +228,8 @@ class NestedState(Doubts):
     def _why_no_tensors(self, name: str, value: Any) -> str:
         """Returns why tensors that live from turn to turn cannot be carried; empty if they can."""
         found = list(carried_tensors.tensors(value))
-        if any(tensor.requires_grad for tensor in found) and (self._nest.retains or not self.rehearsed):
-            why = "the script retains graphs" if self._nest.retains else "the first steps are not rehearsed"
-            return f"{name!r} lives from one turn to the next with its graph, and {why}"
+        if any(tensor.requires_grad for tensor in found) and (why := self._why_no_graph(repr(name))):
+            return why
         memory = [tensor.untyped_storage().data_ptr() for tensor in found if tensor.numel()]
         if len({*memory}) < len(memory):
             return f"{name!r} lives from one turn to the next, and two of its tensors share memory with each other"
@@ -237,6 +238,21 @@ class NestedState(Doubts):
             other = self._named(self.stepped[trained[min(both)]])
             return f"{name!r} lives from one turn to the next, and shares memory with {other}, which trains"
         return ""
+
+    def _why_no_graph(self, named: str) -> str:
+        """Returns why a tensor with a graph cannot be carried without it; empty if it can, as far as the rehearsal has told yet."""
+        self._cut = self._cut or named
+        if self.rehearsed and not self._nest.retains:
+            return ""
+        why = "the script retains graphs" if self._nest.retains else "the first steps are not rehearsed"
+        return f"{named} lives from one turn to the next with its graph, and {why}"
+
+    def rehearses(self, reason: str) -> None:
+        """Says once why the first steps are not rehearsed; what relied on that is in no version."""
+        super().rehearses(reason)
+        if reason and self._cut:
+            self.rehearsed = False
+            self.doubt(self._why_no_graph(self._cut))
 
     def _why_not_beside(self, name: str, entry: Entry, names: Mapping[str, Any]) -> str:
         """Returns why tensors cannot be carried beside those of other names and of what is kept, of which a restart makes others; empty if they can."""

@@ -16,25 +16,31 @@ from typing import Any
 
 import torch
 
+from holdfast.base.errors import UsageError
 from holdfast.checkpoint.usage import sandbox
 
 # Larger ones are compared, and not carried.
 MAX_BYTES = 16 << 10
 _KEY = "holdfast.held"
-_SAME = "same"
+_SAME, _GRAPH = "same", "graph"
 
 Span = tuple[int, int]
 
 
-def is_held(value: Any, *, any_size: bool = False) -> bool:
-    """Tell whether a tensor or an array is one that can be carried, as far as it tells itself; also a large one, if `any_size`."""
+def is_held(value: Any, *, any_size: bool = False, with_graph: bool = False) -> bool:
+    """Tell whether a tensor or an array is one that can be carried, as far as it tells itself.
+
+    Args:
+        value: a tensor or an array.
+        any_size: also a large one.
+        with_graph: also a tensor with a graph.
+    """
     if type(value) is torch.Tensor:
         return (
             value.layout is torch.strided
             and value.device.type == "cpu"
-            and not (
-                value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg() or value.is_inference()
-            )
+            and not (value.requires_grad and (value.is_leaf or not with_graph))
+            and not (value.is_quantized or value.is_conj() or value.is_neg() or value.is_inference())
             and value.is_contiguous()
             and (any_size or value.nbytes <= MAX_BYTES)
             and not vars(value)
@@ -55,7 +61,8 @@ def stored(value: Any) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         data = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-        return {_KEY: "tensor", "dtype": dtype, "shape": list(value.shape), "data": data}
+        graph = {_GRAPH: True} if value.requires_grad else {}
+        return {_KEY: "tensor", "dtype": dtype, "shape": list(value.shape), "data": data, **graph}
     return {_KEY: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
 
 
@@ -71,7 +78,36 @@ def brought(value: Any, there: Any = None) -> Any:
     if type(value) is not dict or _KEY not in value:
         return value
     made = remade(value[_KEY], value["dtype"], value["shape"], value["data"])
+    if value.get(_GRAPH):
+        with torch.enable_grad():
+            made = _EndOfGraph.apply(made.requires_grad_())
     return filled(there, made) if value.get(_SAME) else made
+
+
+class _EndOfGraph(torch.autograd.Function):
+    """Stands for the graph that a tensor had before a restart."""
+
+    @staticmethod
+    def forward(ctx: Any, made: torch.Tensor) -> torch.Tensor:
+        """Returns what was carried, in its own memory."""
+        return made.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Tells who goes through it.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a backward pass goes through a tensor that an attribute held before the restart, and its graph is gone",
+            remedy="keep `loss.detach()` in the attribute, or call backward() before the optimizer's step()",
+        )
+
+
+def has_graph(value: Any) -> bool:
+    """Tell whether this is a stored tensor that had a graph."""
+    return type(value) is dict and _KEY in value and bool(value.get(_GRAPH))
 
 
 def filled(there: Any, made: Any) -> Any:

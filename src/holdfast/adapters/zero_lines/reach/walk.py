@@ -706,7 +706,7 @@ class Walk:
 
     def _holds(self, path: str, value: Any, hold: tuple[str, str | int]) -> bool:
         """Tell whether a tensor or an array is one that can be carried; notes its memory in either case."""
-        if hold[0] not in self.found.owners or not held_arrays.is_held(value):
+        if hold[0] not in self.found.owners or not held_arrays.is_held(value, with_graph=True):
             self._spans.append((held_arrays.span(value), path))
             return False
         token = token_of_tensor(value) if isinstance(value, torch.Tensor) else token_of_array(value)
