@@ -132,8 +132,15 @@ def test_zero_lines_keep_no_train_that_cannot_go_on(trainer_class: Any, caplog: 
         def train(self) -> Any:
             return super().train() or "trained"
 
+    class Deaf(trainer_class):  # type: ignore[misc]
+        def train(self, *args: Any, **options: Any) -> Any:
+            return super().train() or "trained"
+
     assert Bare().train() == "trained"
     assert "this training is not kept: the method train of Bare takes no resume_from_checkpoint" in caplog.text
+    assert Deaf().train(1, epochs=2) == "trained"
+    assert "this training is not kept: the method train of Deaf takes no resume_from_checkpoint" in caplog.text
+    assert trainer_class().train() == "kept", "a training that cannot be kept is not the one of the script that is"
 
 
 LOOP = """

@@ -260,11 +260,17 @@ class CheckpointEngine:
         return done
 
     def _tell_if_dropped(self, handle: SaveHandle) -> None:
-        """Warn of a second save in one step under another tag: a step has one version, of its first save."""
+        """Warn of a second save in one step: a step has one version, of its first save."""
         kept, tag = self._kept
         if handle is not kept:
             self._kept = handle, self._files.tag
-        elif tag != self._files.tag:
+        elif tag == self._files.tag:
+            logger.warning(
+                "step %d was saved under the tag %r already, which is what holdfast loads: what has changed since, as client_state or "
+                "weights that were swapped, is in no version. Save once in a step",
+                self._engine.global_steps, tag,
+            )  # fmt: skip
+        else:
             logger.warning(
                 "what is saved under the tag %r has no version: step %d was saved under %r already, which is what holdfast loads. "
                 "Save once in a step, under the tag that is to be loaded",

@@ -231,10 +231,10 @@ class _Keeping:
         self._rests = True
         if call.trial is not None:
             logger.warning("a trial of a hyperparameter search is not kept: a restart begins the search anew")
-        elif self.turn is not None and not self.turn():
-            logger.warning(AGAIN, type(self._trainer).__name__, self.root, "keep(trainer, path)")
         elif self.turn is not None and not call.takes_place:
             logger.warning("this training is not kept: %s", self._cannot_go_on())
+        elif self.turn is not None and not self.turn():
+            logger.warning(AGAIN, type(self._trainer).__name__, self.root, "keep(trainer, path)")
         else:
             self._rests = False
         return self._rests

@@ -6,6 +6,7 @@ from that the script did not name.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,7 +36,8 @@ class TrainCall:
             names += [PLACE, TRIAL]  # it hands them on, to a method that has these first
         given = {**dict(zip(names, args, strict=False)), **options}
         self.place, self.trial = given.get(PLACE), given.get(TRIAL)
-        self.takes_place = PLACE in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+        rest = next((each.name for each in parameters.values() if each.kind is each.VAR_KEYWORD), "")
+        self.takes_place = PLACE in parameters or (bool(rest) and _reads(train, rest))
         self._number = names.index(PLACE) if PLACE in names[: len(args)] else None
 
     def __call__(self, place: Any = None) -> Any:
@@ -46,3 +48,12 @@ class TrainCall:
             return self._train(*self._args, **{**self._options, PLACE: place})
         before, behind = self._args[: self._number], self._args[self._number + 1 :]
         return self._train(*before, place, *behind, **self._options)
+
+
+def _reads(method: Callable[..., Any], name: str) -> bool:
+    """Tell whether a method reads a name of its own: what it was given by `**options` goes nowhere if it does not."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if code is None or name not in (*code.co_varnames, *code.co_cellvars):
+        return True  # nobody can tell
+    loads = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD"))
+    return any(name == found or (isinstance(found, tuple) and name in found) for found in loads)

@@ -54,7 +54,7 @@ def _names(node: ast.AST, without: ast.AST | None = None) -> Iterator[tuple[str,
     if isinstance(node, _COMPREHENSION):
         own = {n.id for part in node.generators for n in ast.walk(part.target) if isinstance(n, ast.Name)}
     elif isinstance(node, ast.Lambda):
-        own = _arguments(node)
+        own = _arguments(node) | stored([node.body])
     elif isinstance(node, Function | ast.ClassDef):
         yield node.name, True
         inside = [found for part in ast.iter_child_nodes(node) for found in _names(part)]
@@ -282,12 +282,15 @@ class Reader:
     def _one(self, statement: ast.stmt, done: set[str]) -> set[str]:
         if isinstance(statement, _LEAVES):
             self._exits.append(set(done))
-        parts = [part for name in ("handlers", "cases") for part in getattr(statement, name, ())]
         branches = [
-            getattr(statement, name) for name in ("body", "orelse", "finalbody") if getattr(statement, name, None)
+            (branch, set[str]()) for name in ("body", "orelse", "finalbody") if (branch := getattr(statement, name, None))
         ]
-        branches += [part.body for part in parts]
-        if not branches or isinstance(statement, Function | ast.ClassDef):
+        branches += [(part.body, {part.name} - {None}) for part in getattr(statement, "handlers", ())]
+        if isinstance(statement, Function | ast.ClassDef):
+            self._read([statement], done)
+            return done | {statement.name}
+        cases = statement.cases if isinstance(statement, ast.Match) else []
+        if not branches and not cases:
             self._read([statement], done)
             return done | stored([statement])
         heads = [
@@ -295,19 +298,22 @@ class Reader:
             for child in ast.iter_child_nodes(statement)
             if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)
         ]
-        heads += [
-            head for case in getattr(statement, "cases", ()) for head in (case.pattern, case.guard) if head is not None
-        ]
         self._read(heads, done)
         with_heads = done | stored(heads)
-        caught = {part.name for part in parts if isinstance(part, ast.ExceptHandler) and part.name}
+        for case in cases:
+            self._read([case.pattern], with_heads)
+            captured = stored([case.pattern])
+            if case.guard is not None:
+                self._read([case.guard], with_heads | captured)
+                captured |= stored([case.guard])
+            branches.append((case.body, captured))
         ends = []
-        for branch in branches:
+        for branch, bound in branches:
             # A `break` of an inner loop ends that one; what is set in its body is not surely set anyway.
             # What its `else` leaves is the loop around it.
             is_turn = isinstance(statement, _OWN_LOOP) and branch is statement.body
             exits = [] if is_turn else self._exits
-            inner = Reader(with_heads | caught, self._functions, exits, runs=self._runs)
+            inner = Reader(with_heads | bound, self._functions, exits, runs=self._runs)
             ends.append(inner.run(branch))
             self.early |= inner.early
         if isinstance(statement, ast.With | ast.AsyncWith):
