@@ -181,8 +181,9 @@ class SelfCheck:
             with contextlib.suppress(
                 ProcessLookupError, ChildProcessError
             ):  # the script may take up children by itself
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
+                if os.waitpid(self._pid, os.WNOHANG)[0] == 0:  # else its number may be another process's by now
+                    os.kill(self._pid, signal.SIGKILL)
+                    os.waitpid(self._pid, 0)
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
