@@ -59,7 +59,9 @@ def find_in_modules(script: str, source: str) -> OwnLoops | None:
         if any(each.split(".")[0] == "holdfast" for _, _, tree in trees.values() for each in imported(tree)):
             return None
         nests = {name: find_nested(text) for name, (_, text, _) in trees.items()}
-        found = [OwnLoops(n, trees[n][0], nest, frozenset(trees)) for n, nest in nests.items() if isinstance(nest, Nest)]
+        found = [
+            OwnLoops(n, trees[n][0], nest, frozenset(trees)) for n, nest in nests.items() if isinstance(nest, Nest)
+        ]
         if found:
             break
     if len(found) != 1 or any(isinstance(_scope(found[0].nest, site.line), ast.Module) for site in found[0].nest.sites):

@@ -283,7 +283,9 @@ class Reader:
         if isinstance(statement, _LEAVES):
             self._exits.append(set(done))
         branches = [
-            (branch, set[str]()) for name in ("body", "orelse", "finalbody") if (branch := getattr(statement, name, None))
+            (branch, set[str]())
+            for name in ("body", "orelse", "finalbody")
+            if (branch := getattr(statement, name, None))
         ]
         branches += [(part.body, {part.name} - {None}) for part in getattr(statement, "handlers", ())]
         if isinstance(statement, Function | ast.ClassDef):

@@ -88,12 +88,12 @@ class _EndOfGraph(torch.autograd.Function):
     """Stands for the graph that a tensor had before a restart."""
 
     @staticmethod
-    def forward(ctx: Any, made: torch.Tensor) -> torch.Tensor:
+    def forward(_: Any, made: torch.Tensor) -> torch.Tensor:
         """Returns what was carried, in its own memory."""
         return made.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(_: Any, *__: Any) -> Any:
         """Tells who goes through it.
 
         Raises:
