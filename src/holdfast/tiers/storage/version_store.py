@@ -28,6 +28,7 @@ from holdfast.base.errors import (
     HoldfastError,
     InUse,
     NotProved,
+    StorageBusy,
     StorageError,
     UsageError,
     VersionNotFound,
@@ -273,17 +274,36 @@ class Storage:
         """
         return _named(self._names())
 
-    def is_committed(self, version: Version) -> bool:
-        """Returns whether the root manifest of a version is listed."""
+    def is_committed(self, version: Version, *, by_name: bool = False) -> bool:
+        """Returns whether the root manifest of a version stands. It is looked for by its name: the list of a large version is long.
+
+        With `by_name` the list, which may show it earlier, is not asked of what its name does not find. For who asks again.
+
+        Raises:
+            StorageError: the path refuses.
+        """
+        try:
+            self._backend.read(f"{version}/{manifests.ROOT_NAME}", length=1)
+        except VersionNotFound:
+            if by_name:
+                return False
+        except StorageBusy:
+            raise
+        except StorageError:
+            pass  # it may be a link, or denied: then it is listed, and whoever reads it is told so
+        else:
+            return True
         return any(name == manifests.ROOT_NAME for name, _ in self._backend.listing(str(version)))
 
-    def is_durable(self, version: Version) -> bool:
+    def is_durable(self, version: Version, *, by_name: bool = False) -> bool:
         """Returns whether a version is committed and survives a power cut: whoever committed it may have been killed before that.
+
+        `by_name` is as of `is_committed`.
 
         Raises:
             StorageError: the path refuses, or its names cannot be made durable.
         """
-        is_committed = self.is_committed(version)
+        is_committed = self.is_committed(version, by_name=by_name)
         if is_committed and isinstance(self._backend, Settling):
             self._backend.settle(str(version))
         return is_committed
