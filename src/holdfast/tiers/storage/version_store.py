@@ -383,6 +383,9 @@ class Storage:
             raise
         self._remove(version, [bundle.file for bundle in manifest.bundles], manifest.parts)
 
+    def _committed(self, version: Version) -> UsageError:
+        return UsageError(f"{version} is committed", where=self.where, remedy="retire it instead")
+
     def _require_unmarked(self, version: Version) -> None:
         """Prove that nobody keeps a version; raises as `retire`."""
         if version in self.marks.pins():
@@ -402,13 +405,13 @@ class Storage:
         version. `permit` is asked as by `retire`.
 
         Raises:
-            UsageError: it is committed.
+            UsageError: it is committed, or pinned. InUse: it is held.
         """
         parts: list[str] = []
         files: list[str] = []
         found = self._backend.listing(str(version))  # one look: that there is no commit is said of these very files
         if manifests.ROOT_NAME in dict(found):
-            raise UsageError(f"{version} is committed", where=self.where, remedy="retire it instead")
+            raise self._committed(version)
         if not found:  # or another file system stands here for a moment
             self._backend.delete(f"{version}/")
             return
@@ -418,6 +421,10 @@ class Storage:
             elif self.bundles.is_ours(version, name, size):
                 files.append(name)
         permit()
+        # That was a long look. Who retires it meanwhile brings its commit back if it finds a mark, so marks come first here.
+        self._require_unmarked(version)
+        if self.is_committed(version, by_name=True):
+            raise self._committed(version)
         # Whoever began to retire it may have died before the removal of the commit was durable; now it is.
         self._backend.delete(f"{version}/{manifests.ROOT_NAME}")
         self._remove(version, files, parts)
