@@ -320,12 +320,16 @@ def _job(store: Storage, step: int, done: Callable[[Version, bool], None]) -> Co
     return CommitJob(CommitOrder(version, JOB_LAYOUT, parts), assembly, None, done)
 
 
-def test_the_next_commit_waits_for_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a bucket that answers late the removal of thousands of files takes minutes."""
-    store, told = new_store(tmp_path / "root"), list[tuple[Version, bool]]()
+def _committer(store: Storage, told: list[tuple[Any, ...]]) -> Committer:
     alarms = SimpleNamespace(warn=lambda *said: told.append(said), calm=lambda _: None)
     state: Any = SimpleNamespace(lock=threading.RLock(), changed=lambda: None, alarms=alarms)
-    committer = Committer(state, SimpleNamespace(open=lambda: store), Events())  # type: ignore[arg-type]
+    return Committer(state, SimpleNamespace(open=lambda: store), Events())  # type: ignore[arg-type]
+
+
+def test_the_next_commit_waits_for_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a bucket that answers late the removal of thousands of files takes minutes."""
+    store, told = new_store(tmp_path / "root"), list[tuple[Any, ...]]()
+    committer = _committer(store, told)
     jobs = [_job(store, step, lambda *said: told.append(said)) for step in (1, 2, 3, 4)]
     removing, go_on, retire = threading.Event(), threading.Event(), store.retire
 
@@ -350,16 +354,29 @@ def test_the_next_commit_waits_for_no_removal(tmp_path: Path, monkeypatch: pytes
     assert told == [(Version(1, step), True) for step in (1, 2, 3, 4)]
 
 
-def test_a_version_whose_commit_has_not_ended_is_not_removed(tmp_path: Path) -> None:
+def test_a_version_whose_commit_has_not_ended_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made behind newer ones, and who commits it looks whether it was removed meanwhile."""
-    store = new_store(tmp_path / "root")
-    for step in (1, 2, 3, 4):
+    store, told = new_store(tmp_path / "root"), list[tuple[Any, ...]]()
+    committer, job = _committer(store, told), _job(store, 1, lambda *said: told.append(said))
+    for step in (2, 3, 4):
         save(store, Version(1, step))
-    assembly = Assembly(1, store.where, store.job_id(), Topology(("n",), (0,)), ())
-    committing = {Version(1, 1)}
-    runner = RetentionRunner(Events(), lambda: committing)
-    runner.after(store, Version(1, 4), assembly, None)
-    assert store.versions() == [Version(1, 1), Version(1, 3), Version(1, 4)]
-    committing.clear()
-    runner.after(store, Version(1, 4), assembly, None)
-    assert store.versions() == [Version(1, 3), Version(1, 4)]
+    made, go_on, look_back = threading.Event(), threading.Event(), store._take_back_if_retired
+
+    def slow(*asked: Any) -> None:
+        made.set()
+        assert go_on.wait(60)
+        look_back(*asked)
+
+    monkeypatch.setattr(store, "_take_back_if_retired", slow)
+    try:
+        assert committer.put(job)
+        assert made.wait(60)
+        committer._retirement.after(store, Version(1, 4), job.assembly, None)
+        assert store.versions() == [Version(1, 1), Version(1, 3), Version(1, 4)]
+        go_on.set()
+        eventually(lambda: committer.idle)
+        assert store.versions() == [Version(1, 3), Version(1, 4)], "its own retention lets it go"
+    finally:
+        go_on.set()
+        committer.stop()
+    assert told == [(Version(1, 1), True)]
