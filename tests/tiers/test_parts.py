@@ -59,12 +59,30 @@ def reads(monkeypatch: pytest.MonkeyPatch, around: Callable[[str], None]) -> lis
 
 
 def test_parts_are_read_many_at_once(stored: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(storage_module.PARTS_AT_ONCE)
+    together = threading.Barrier(storage_module.READS_AT_ONCE)
     reads(monkeypatch, lambda name: together.wait(TIMEOUT_S) and None if "manifest-" in name else None)
 
     whole = stored.manifest(V)  # a barrier that one reader alone would never pass
 
     assert len(whole.bundles) == NUM_PARTS
+
+
+def test_many_versions_are_looked_into_at_once(
+    stored: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look takes as long as a reply of the store."""
+    others = [Version(2, step) for step in range(2 * storage_module.READS_AT_ONCE - 1)]
+    for one in others:
+        (tmp_path / "root" / str(one)).mkdir()
+        if one.step % 9:
+            (tmp_path / "root" / str(one) / manifests.ROOT_NAME).write_text("{}")
+    together = threading.Barrier(storage_module.READS_AT_ONCE)
+    seen = reads(monkeypatch, lambda _: together.wait(TIMEOUT_S) and None)
+
+    committed = [V, *(one for one in others if one.step % 9)]
+    assert stored.versions() == committed
+    assert stored.look() == (committed, [one for one in others if one.step % 9 == 0])
+    assert len(seen) == 2 * (len(others) + 1)
 
 
 def test_the_first_part_that_cannot_be_read_ends_it(stored: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +103,7 @@ def test_the_first_part_that_cannot_be_read_ends_it(stored: Storage, monkeypatch
     seen = reads(monkeypatch, refuse)
     with pytest.raises(StorageError, match="the store is away"):
         stored.manifest(V)
-    assert len([name for name in seen if "manifest-" in name]) <= storage_module.PARTS_AT_ONCE + 1
+    assert len([name for name in seen if "manifest-" in name]) <= storage_module.READS_AT_ONCE + 1
 
 
 def test_a_keeper_reads_the_parts_once_for_all_its_ranks(stored: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
