@@ -14,6 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from calls_kit import worth
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.entries.entries import Collector
+from holdfast.checkpoint.entries.sharding import Layouts
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Extent
 from holdfast.tiers.format.values import TensorRef
@@ -292,3 +294,38 @@ def test_gathering_is_cheap() -> None:
     state = alone(model=model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5))
     assert len(state.gather().tensors) > 590
     assert worth(state.gather) < 60_000, "about 14,000 on a quiet machine, which takes a millisecond"
+
+
+def _add_post_hook(model: nn.Module) -> None:
+    def hook(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        state[f"{prefix}scale"] = torch.ones(2)
+
+    model.register_state_dict_post_hook(hook)
+    model.register_load_state_dict_pre_hook(lambda _, state, prefix, *__: state.pop(f"{prefix}scale"))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_add_post_hook, {"model.scale", "model.mean"}),
+        (lambda model: model.register_buffer("mean", model.mean, persistent=False), set()),
+    ],
+    ids=["a hook that adds to the state", "a buffer that stays behind"],
+)
+def test_what_changes_the_state_a_module_hands_out_is_seen_at_the_next_save(
+    change: Callable[[nn.Module], None], expected: set[str]
+) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("mean", torch.zeros(1))
+    state = alone(model=model)
+    before = {"model.weight", "model.bias"}
+    assert names(state) == before | {"model.mean"}
+    change(model)
+    assert names(state) == before | expected
+
+
+def test_two_values_of_one_name_are_refused() -> None:
+    out = Collector(Layouts(0, 1, ()))
+    out.value("a.b", 1)
+    with pytest.raises(UsageError, match="two things have the same name"):
+        out.value("a.b", 2)

@@ -343,14 +343,17 @@ def test_a_version_that_refuses_hides_no_other(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A directory of somebody else, or one on bad sectors."""
-    read = LocalBackend.listing
 
-    def listing(backend: LocalBackend, name: str) -> Any:
-        if name == NEWEST:
-            raise StorageError("the path refuses: Permission denied", where=f"{checkpoint}/{NEWEST}")
-        return read(backend, name)
+    def refusing(done: Any) -> Any:
+        def refused(backend: LocalBackend, name: str, **more: int) -> Any:
+            if name.partition("/")[0] == NEWEST:
+                raise StorageError("the path refuses: Permission denied", where=f"{checkpoint}/{NEWEST}")
+            return done(backend, name, **more)
 
-    monkeypatch.setattr(LocalBackend, "listing", listing)
+        return refused
+
+    for verb in ("listing", "read"):
+        monkeypatch.setattr(LocalBackend, verb, refusing(getattr(LocalBackend, verb)))
     newest_cannot_be_read_now(checkpoint, capsys)
     assert versions.verify_versions(str(checkpoint), "i000001-s0000000010", as_json=True) == console.GOOD
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from holdfast.base.errors import CorruptError, Fenced, InUse, StorageError, UsageError
 from holdfast.base.events import Events
 from holdfast.core.model import Topology, Version
+from holdfast.core.versions.coordinator_board import CommitOrder, PartReport
 from holdfast.keeper.rpc.messages import Assembly
 from holdfast.keeper.storage.retention import RetentionRunner, make_room
+from holdfast.keeper.storage.writer import CommitJob, Committer
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
-from tiers.samples import new_store, save, tree, verify
+from keeper.rig import eventually
+from tiers.samples import JOB_LAYOUT, new_store, save, tree, verify
 
 
 def test_halves_of_dead_incarnations_go_and_what_is_being_written_stays(tmp_path: Path) -> None:
@@ -299,3 +305,78 @@ def test_a_mark_that_could_not_be_made_is_made_for_the_next_version(
     save(store, Version(1, 2))
     retirement.after(store, Version(1, 2), assembly, None)
     assert store.marks.kept() == {Version(1, 2)}
+
+
+def _job(store: Storage, step: int, done: Callable[[Version, bool], None]) -> CommitJob:
+    """A version of which all but the commit stands."""
+    version = Version(1, step)
+    whole = save(store, version)
+    store._backend.delete(f"{version}/manifest.json")
+    parts = tuple(
+        PartReport(version, index, name, length, digest, (), index)
+        for index, (name, (length, digest)) in enumerate(whole.parts.items())
+    )
+    assembly = Assembly(1, store.where, store.job_id(), Topology(("n",), (0, 0)), ())
+    return CommitJob(CommitOrder(version, JOB_LAYOUT, parts), assembly, None, done)
+
+
+def _committer(store: Storage, told: list[tuple[Any, ...]]) -> Committer:
+    alarms = SimpleNamespace(warn=lambda *said: told.append(said), calm=lambda _: None)
+    state: Any = SimpleNamespace(lock=threading.RLock(), changed=lambda: None, alarms=alarms)
+    return Committer(state, SimpleNamespace(open=lambda: store), Events())  # type: ignore[arg-type]
+
+
+def test_the_next_commit_waits_for_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a bucket that answers late the removal of thousands of files takes minutes."""
+    store, told = new_store(tmp_path / "root"), list[tuple[Any, ...]]()
+    committer = _committer(store, told)
+    jobs = [_job(store, step, lambda *said: told.append(said)) for step in (1, 2, 3, 4)]
+    removing, go_on, retire = threading.Event(), threading.Event(), store.retire
+
+    def slow(version: Version, **permit: Any) -> None:
+        removing.set()
+        assert go_on.wait(60)
+        retire(version, **permit)
+
+    monkeypatch.setattr(store, "retire", slow)
+    try:
+        assert all(committer.put(job) for job in jobs[:3])
+        assert removing.wait(60)
+        assert committer.put(jobs[3])
+        eventually(lambda: (Version(1, 4), True) in told)
+        assert not committer.idle, "the keeper would end in the middle of the removal"
+        go_on.set()
+        eventually(lambda: committer.idle)
+        assert store.named() == [Version(1, 3), Version(1, 4)]
+    finally:
+        go_on.set()
+        committer.stop()
+    assert told == [(Version(1, step), True) for step in (1, 2, 3, 4)]
+
+
+def test_a_version_whose_commit_has_not_ended_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made behind newer ones, and who commits it looks whether it was removed meanwhile."""
+    store, told = new_store(tmp_path / "root"), list[tuple[Any, ...]]()
+    committer, job = _committer(store, told), _job(store, 1, lambda *said: told.append(said))
+    for step in (2, 3, 4):
+        save(store, Version(1, step))
+    made, go_on, look_back = threading.Event(), threading.Event(), store._take_back_if_retired
+
+    def slow(*asked: Any) -> None:
+        made.set()
+        assert go_on.wait(60)
+        look_back(*asked)
+
+    monkeypatch.setattr(store, "_take_back_if_retired", slow)
+    try:
+        assert committer.put(job)
+        assert made.wait(60)
+        committer._retirement.after(store, Version(1, 4), job.assembly, None)
+        assert store.versions() == [Version(1, 1), Version(1, 3), Version(1, 4)]
+        go_on.set()
+        eventually(lambda: committer.idle)
+        assert store.versions() == [Version(1, 3), Version(1, 4)], "its own retention lets it go"
+    finally:
+        go_on.set()
+        committer.stop()
+    assert told == [(Version(1, 1), True)]

@@ -134,17 +134,43 @@ def test_a_version_in_a_bucket_is_written_listed_read_and_retired(server: Server
 
 
 def test_objects_are_removed_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version of a large job has thousands, and each removal takes as long as a reply."""
+    """A version of a large job has thousands, each removal takes as long as a reply, and not every store takes many in one request."""
     backend, names = _in_memory(tmp_path), [f"v/{number}" for number in range(4)]
     for name in names:
         backend.put(name, [memoryview(b"x")], stamp=STAMP)
     meeting, delete = threading.Barrier(len(names), timeout=30), object_store.obstore.delete
 
-    def met(store: Any, name: str) -> None:
+    def met(store: Any, name: Any) -> None:
+        if not isinstance(name, str):
+            raise NotImplementedError
         meeting.wait()
         delete(store, name)
 
     monkeypatch.setattr(object_store.obstore, "delete", met)
+    backend.delete(*names)
+    assert backend.listing("v") == []
+
+
+def test_a_thousand_objects_are_removed_by_one_request(server: Server, prefix: str) -> None:
+    backend, names = proved(prefix), [f"v/{number}" for number in range(1500)]  # most were removed before
+    for given, refused in ((names, 0), (names[:3], 1)):
+        for name in (*names[:2], "v/other", "w/0"):
+            backend.put(name, [memoryview(b"x")], stamp=STAMP)
+        with server.planned(times(refused, "501")) as seen:
+            backend.delete(*given, "v/")
+            asked = len(seen)
+        assert asked == (refused + len(given) if refused else 2), "a store takes 1,000 names in one request"
+        assert backend.listing("v") == [("other", 1)]
+        assert backend.listing("w") == [("0", 1)]
+
+
+def test_objects_that_cannot_be_removed_are_told(server: Server, prefix: str) -> None:
+    backend, names = proved(prefix), [f"v/{number}" for number in range(3)]
+    for name in names:
+        backend.put(name, [memoryview(b"x")], stamp=STAMP)
+    with server.planned(lambda _: "403"), pytest.raises(StorageError, match="refuses"):
+        backend.delete(*names)
+    assert len(backend.listing("v")) == len(names)
     backend.delete(*names)
     assert backend.listing("v") == []
 

@@ -11,6 +11,7 @@ import sys
 import time
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -212,6 +213,15 @@ HOSTILE = {
         {"$dict": [[{"$int": hex(k * (2**61 - 1))}, 1] for k in range(1, 16_000)]}
     ).encode(),
 }
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys])
+def test_what_would_not_be_read_back_is_refused_when_it_is_written(kind: Callable[[Any], Any]) -> None:
+    members = [k * (2**61 - 1) for k in range(1, 18)]
+    with pytest.raises(UsageError, match=r"share a hash.*\[loader.seen\]"):
+        encode({"loader": {"seen": kind(members)}})
+    few = kind(members[:-1])
+    assert decode(encode(few)) == few
 
 
 @pytest.mark.parametrize("case", HOSTILE)

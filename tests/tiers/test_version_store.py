@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,6 +205,30 @@ def test_a_version_that_was_never_committed_is_discarded_and_a_committed_one_is_
     assert not (tmp_path / "root" / str(V2)).exists()
     with pytest.raises(UsageError, match="retire it instead"):
         store.discard(V1)
+    assert verify(store, V1)
+
+
+@pytest.mark.parametrize("meanwhile", ["pinned", "committed"])
+def test_what_is_pinned_or_committed_again_while_it_is_looked_at_is_not_discarded(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """Who retires it may find a pin, and brings its commit back; the look at thousands of files takes long."""
+    save(store, V1)
+    commit, is_ours = tmp_path / "root" / str(V1) / "manifest.json", store.bundles.is_ours
+    data = commit.read_bytes()
+    commit.unlink()
+
+    def looks(*asked: Any) -> bool:
+        if meanwhile == "pinned":
+            store.marks.pin(V1)
+        else:
+            commit.write_bytes(data)
+        return is_ours(*asked)
+
+    monkeypatch.setattr(store.bundles, "is_ours", looks)
+    with pytest.raises(UsageError, match=meanwhile):
+        store.discard(V1)
+    commit.write_bytes(data)
     assert verify(store, V1)
 
 

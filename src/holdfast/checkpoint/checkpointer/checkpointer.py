@@ -925,7 +925,7 @@ class Checkpointer:
             run.job.version(step),
             level,
             link=run.link,
-            in_storage=self._storage.is_durable,
+            in_storage=lambda version: self._storage.is_durable(version, by_name=True),
             settle=run.saver.settle,
             topology=run.job.topology,
             timeout_s=self._config.close_timeout_s,

@@ -207,7 +207,9 @@ class Collector:
     def value(self, path: str, tree: Any, *, group: Group | None = None) -> None:
         """Adds a value without tensors, or with references in their place."""
         entry, ranks = self.layouts.resolve(path, group)
-        self.values.setdefault(ranks, {})[entry] = tree
+        if entry in (held := self.values.setdefault(ranks, {})):
+            raise twice(entry)
+        held[entry] = tree
 
     def _add(self, live: LiveTensor, *, still: bool, by_kind: bool) -> None:
         name = live.shard.name
@@ -220,7 +222,7 @@ class Collector:
 def twice(name: str) -> UsageError:
     """The error for two things of one name."""
     return UsageError(
-        "two tensors have the same name", where=name, remedy="give the objects to the Checkpointer under other names"
+        "two things have the same name", where=name, remedy="give the objects to the Checkpointer under other names"
     )
 
 

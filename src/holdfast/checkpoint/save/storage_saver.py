@@ -285,7 +285,7 @@ class DirectSaver:
 
     def _require_uncommitted(self, version: Version) -> None:
         """Raises LevelNotReached where storage has the version, whose commit was not heard to be made."""
-        if self.may_stand == version and self._storage.is_committed(version):
+        if self.may_stand == version and self._storage.is_committed(version, by_name=True):
             raise LevelNotReached("it was committed before")
 
     def _write_images(

@@ -12,7 +12,7 @@ BatchNorm's differ by rank. So the first rank's buffers bear the plain name and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,8 @@ class ModelPart:
         self._tied: dict[str, tuple[TensorRef, Group | None]] = {}
         self._excluded: list[tuple[LiveTensor | None, torch.Tensor]] = []
         self._watch = Containers(())
+        self._sized: list[Sized] = []
+        self._sizes: list[int] = []
         self.modules: dict[str, nn.Module] = {}  # all inside it by name, as of the last look
 
     def build(self, out: Collector) -> None:
@@ -82,6 +84,8 @@ class ModelPart:
         )
         extra = {f"{path}.{EXTRA}".lstrip("."): m for path, m in self.module.named_modules(remove_duplicate=False)}
         self._watch = Containers(_containers(self.module))
+        self._sized = list(_of_what_is_handed_out(self.module))
+        self._sizes = list(map(len, self._sized))
         named = ((_clean(f"{path}.", wrappers).removesuffix("."), m) for path, m in self.module.named_modules())
         self.modules = {f"{self.name}.{path}".removesuffix("."): module for path, module in named}
         self._persistent, self._extra, self._made_up, self._tied, self._excluded = [], {}, {}, {}, []
@@ -108,7 +112,7 @@ class ModelPart:
                     self._tied[name] = ref, mesh_ranks(value) if isinstance(value, DTensor) else group
 
     def unchanged(self) -> bool:
-        return self._watch.unchanged()
+        return self._watch.unchanged() and list(map(len, self._sized)) == self._sizes
 
     def in_no_version(self) -> Iterator[tuple[str, object]]:
         """Yields buffers that are not persistent, and what DDP's communication hooks keep, as tokens."""
@@ -268,6 +272,12 @@ def _group(raw: str, tensor: torch.Tensor, wrappers: tuple[_Wrapper, ...], rank:
             return wrapper.ranks
         return (rank,) if rank == wrapper.ranks[0] else None
     return None
+
+
+def _of_what_is_handed_out(module: nn.Module) -> Iterator[Sized]:
+    """Yields, of each module, what makes its `state_dict()` another one without another tensor in it: hooks, and which buffers stay behind."""
+    for inner in module.modules():
+        yield from (inner._state_dict_hooks, inner._state_dict_pre_hooks, inner._non_persistent_buffers_set)
 
 
 def _containers(module: nn.Module) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ anew before it, and made durable: whoever committed one may have been killed bef
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from holdfast.base.errors import Fenced, HoldfastError
@@ -24,10 +24,15 @@ from holdfast.tiers.storage.version_store import Storage
 
 
 class RetentionRunner:
-    """Retention over the commits of one process."""
+    """Retention over the commits of one process.
 
-    def __init__(self, events: Events) -> None:
+    Args:
+        in_hand: versions whose commit this process has not ended; they stay until it has.
+    """
+
+    def __init__(self, events: Events, in_hand: Callable[[], Collection[Version]] = tuple) -> None:
         self._events = events
+        self._in_hand = in_hand
         self._kept_s: float | None = None
         self._known: set[Version] = set()  # committed, as of the last look
         self._job_id = ""
@@ -87,7 +92,8 @@ class RetentionRunner:
         sure = {version}  # this one was committed just now
         while True:
             committed, unfinished = storage.look(self._known | {version})
-            old = to_retire(committed, **kept, protected=protected)
+            in_hand = self._in_hand()  # behind the look: what it showed is in hand still, or its commit has ended
+            old = to_retire(committed, **kept, protected=protected.union(in_hand))
             doubted = rests_on(old, committed, **kept) - sure
             gone = {one for one in doubted if not storage.is_durable(one)}
             sure |= doubted

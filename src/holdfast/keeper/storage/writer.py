@@ -315,7 +315,10 @@ class CommitJob:
 
 
 class Committer(HasWorker):
-    """Writes root manifests and applies retention; idle except on the coordinator's node."""
+    """Writes root manifests and applies retention, each in a thread: the next commit waits for no removal, which may take long.
+
+    Idle except on the coordinator's node.
+    """
 
     def __init__(self, state: NodeState, lazy_storage: LazyStorage, events: Events) -> None:
         self._state = state
@@ -324,7 +327,13 @@ class Committer(HasWorker):
         self._worker: Worker[CommitJob] = Worker(
             "holdfast committer", self._commit, lambda text: state.alarms.warn("committer", text), on_idle=state.changed
         )
-        self._retirement = RetentionRunner(events)
+        self._retirement = RetentionRunner(events, self._in_hand)
+        self._removal: Worker[tuple[Storage, CommitJob]] = Worker(
+            "holdfast retention",
+            self._retire,
+            lambda text: state.alarms.warn("committer", text),
+            on_idle=state.changed,
+        )
         self._again = _RetryState()
         self._superseded = ""  # the key of the alarm that a newer incarnation is registered
         self._told_s = 0.0
@@ -344,7 +353,23 @@ class Committer(HasWorker):
     def leave(self) -> None:
         """Drops what waits: the job it is for is over. Under the state's lock."""
         self._worker.clear()
+        self._removal.clear()
         self._again.forget()
+
+    @property
+    def idle(self) -> bool:
+        """Return whether nothing waits and nothing is being done, removals included."""
+        return self._worker.idle and self._removal.idle  # in this order: a commit orders its removal before it ends
+
+    def stop(self) -> None:
+        """Ends both workers."""
+        super().stop()
+        self._removal.stop()
+
+    def _in_hand(self) -> set[Version]:
+        """Return the version whose commit goes on: without it who commits would take it for removed while it was paused."""
+        version = self._committing
+        return set() if version is None else {version}
 
     def tick(self) -> None:
         """Has this node's part reported again, if a commit failed and it is time: that is what orders it anew."""
@@ -353,7 +378,7 @@ class Committer(HasWorker):
             if now - self._told_s >= SIGN_S:
                 self._told_s = now
                 later = [job.order.version for job in self._worker.waiting]
-                committing = self._committing if not self.idle else None  # a fault of ours may have ended it
+                committing = self._committing if not self._worker.idle else None  # a fault of ours may have ended it
                 _tell_later(self._state, (self._again.pending, committing, *later))
             for order in self._again.due() if not self._worker.stopping else ():
                 self._state.repeat_part(order.version)
@@ -392,10 +417,11 @@ class Committer(HasWorker):
         self._state.alarms.calm("storage")
         self._state.alarms.calm(self._superseded)
         job.done(version, True)
-        self._retire(storage, job)
+        self._removal.replace((storage, job))  # what the newest commit lets go is all that can go
 
-    def _retire(self, storage: Storage, job: CommitJob) -> None:
+    def _retire(self, retiring: tuple[Storage, CommitJob]) -> None:
         """Old versions go only after a newer commit. A failure here costs space, nothing else."""
+        storage, job = retiring
         try:
             self._retirement.after(storage, job.order.version, job.assembly, job.resumed_from)
             self._state.alarms.calm("retention")

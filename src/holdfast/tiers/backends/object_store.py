@@ -182,20 +182,37 @@ class ObjectStoreBackend:
         return sorted(names + [(f"{path.rpartition('/')[2]}/", 0) for path in found["common_prefixes"]])
 
     def delete(self, *names: str) -> None:
-        """Removes objects, several at once; see Backend. There are no directories to remove."""
-        with Streams(StreamCount(first=DELETES_AT_ONCE), min(DELETES_AT_ONCE, len(names)), lambda _: None) as streams:
-            for name in names:
-                if name.endswith("/"):
-                    check_segment(name[:-1])
-                    continue
-                directory, _, leaf = name.rpartition("/")
-                split_name(leaf if directory == TEMPORARY else name)
+        """Removes objects; see Backend. There are no directories to remove.
+
+        Many go in one request where the store has such a one. If it fails for any of them, or is not known, each has a request of
+        its own, and that one says what is wrong.
+        """
+        objects: list[str] = []
+        for name in names:
+            if name.endswith("/"):
+                check_segment(name[:-1])
+                continue
+            directory, _, leaf = name.rpartition("/")
+            split_name(leaf if directory == TEMPORARY else name)
+            objects.append(name)
+        if len(objects) > 1 and self._delete_together(objects):
+            return
+        with Streams(StreamCount(first=DELETES_AT_ONCE), min(DELETES_AT_ONCE, len(objects)), lambda _: None) as streams:
+            for name in objects:
                 streams.put(partial(self._delete, name))
 
     # Inside.
 
     def _at(self, name: str) -> str:
         return f"{self._where}/{name}" if name else self._where
+
+    def _delete_together(self, names: list[str]) -> bool:
+        try:
+            obstore.delete(self._store, names)
+        except (BaseError, NotImplementedError, OSError, ValueError) as error:
+            pass_on(error)
+            return False
+        return True
 
     def _delete(self, name: str) -> int:
         with contextlib.suppress(VersionNotFound), self._translated(name):

@@ -19,7 +19,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -160,6 +160,7 @@ def _list_to_json(value: list[Any] | tuple[Any, ...], path: _Path) -> Json:
 
 
 def _set_to_json(value: set[Any] | frozenset[Any], path: _Path) -> Json:
+    _require_spread_at(value, path)
     return sorted((_to_json(item, (*path, 0)) for item in value), key=_dump)
 
 
@@ -174,7 +175,17 @@ def _pairs_to_json(value: dict[Any, Any], path: _Path) -> Json:
         if type(key) is not str and type(key) is not int:
             what = f"a key of type {type(key).__qualname__} cannot be stored; keys are strings or whole numbers"
             raise UsageError(what, where=_spell(path))
+    _require_spread_at(value, path)
     return [[_PLAIN[type(key)](key), _to_json(item, (*path, key))] for key, item in value.items()]
+
+
+def _require_spread_at(members: Collection[Any], path: _Path) -> None:
+    if not _is_spread(members):
+        raise UsageError(
+            f"more than {MAX_SAME_HASH} members share a hash, and would not be read back",
+            where=_spell(path),
+            remedy="number the keys of a dict, or the members of a set, otherwise",
+        )
 
 
 _WRITERS: dict[type, Callable[[Any, _Path], Json]] = {
@@ -263,9 +274,13 @@ def _set(tree: Json, depth: int) -> set[Any]:
 
 
 def _require_spread(members: Sequence[Any]) -> None:
-    """Refuses what was chosen to share one hash, as multiples of 2**61 - 1 do: each would be compared with all others."""
-    if max(Counter(map(hash, members)).values(), default=0) > MAX_SAME_HASH:
+    if not _is_spread(members):
         raise ValueError(f"more than {MAX_SAME_HASH} members share a hash")
+
+
+def _is_spread(members: Collection[Any]) -> bool:
+    """Tells whether few share one hash. Multiples of 2**61 - 1 do: each would be compared with all others."""
+    return len(members) <= MAX_SAME_HASH or max(Counter(map(hash, members)).values()) <= MAX_SAME_HASH
 
 
 def _float(tree: Json) -> float:

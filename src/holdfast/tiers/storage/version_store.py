@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from holdfast.base.config import load
 from holdfast.base.errors import (
@@ -28,6 +29,7 @@ from holdfast.base.errors import (
     HoldfastError,
     InUse,
     NotProved,
+    StorageBusy,
     StorageError,
     UsageError,
     VersionNotFound,
@@ -61,8 +63,11 @@ logger = logging.getLogger(__name__)
 NEWER_RUNS = "a newer incarnation runs; this one commits nothing any more"
 
 LATEST = "latest"
-# Parts of a manifest that are read at once, where there are not few of them: a store answers each after tens of milliseconds.
-PARTS_AT_ONCE, FEW_PARTS = 32, 4
+# Small files that are read at once, where there are not few of them: a store answers each after tens of milliseconds.
+READS_AT_ONCE, FEW_READS = 32, 4
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 def open_storage(url: str | Path, events: Events, *, encryption: KeySource | None = None) -> Storage:
@@ -245,7 +250,9 @@ class Storage:
             StorageError: the path refuses, or what was a job's directory is one no more.
         """
         names = self._names()
-        return [one for one in _named(names) if f"{one}/" not in names or self.is_committed(one)]
+        named = _named(names)
+        committed = _at_once({one: partial(self.is_committed, one) for one in named if f"{one}/" in names})
+        return [one for one in named if committed.get(one, True)]
 
     def look(self, known: Collection[Version] = ()) -> tuple[list[Version], list[Version]]:
         """Returns the committed versions, and those of which files exist but no commit, ascending, in one look.
@@ -259,11 +266,10 @@ class Storage:
         Raises:
             StorageError: as `versions`.
         """
-        committed: list[Version] = []
-        unfinished: list[Version] = []
-        for version in _named(name for name in self._names() if name.endswith("/")):
-            (committed if version in known or self.is_committed(version) else unfinished).append(version)
-        return committed, unfinished
+        named = _named(name for name in self._names() if name.endswith("/"))
+        looked = _at_once({one: partial(self.is_committed, one) for one in named if one not in known})
+        unfinished = [one for one, is_committed in looked.items() if not is_committed]
+        return sorted({*named} - {*unfinished}), unfinished
 
     def named(self) -> list[Version]:
         """Returns all versions of which anything is there, ascending, without a look into any: one may be unreadable.
@@ -273,17 +279,36 @@ class Storage:
         """
         return _named(self._names())
 
-    def is_committed(self, version: Version) -> bool:
-        """Returns whether the root manifest of a version is listed."""
+    def is_committed(self, version: Version, *, by_name: bool = False) -> bool:
+        """Returns whether the root manifest of a version stands. It is looked for by its name: the list of a large version is long.
+
+        With `by_name` the list, which may show it earlier, is not asked of what its name does not find. For who asks again.
+
+        Raises:
+            StorageError: the path refuses.
+        """
+        try:
+            self._backend.read(f"{version}/{manifests.ROOT_NAME}", length=1)
+        except VersionNotFound:
+            if by_name:
+                return False
+        except StorageBusy:
+            raise
+        except StorageError:
+            pass  # it may be a link, or denied: then it is listed, and whoever reads it is told so
+        else:
+            return True
         return any(name == manifests.ROOT_NAME for name, _ in self._backend.listing(str(version)))
 
-    def is_durable(self, version: Version) -> bool:
+    def is_durable(self, version: Version, *, by_name: bool = False) -> bool:
         """Returns whether a version is committed and survives a power cut: whoever committed it may have been killed before that.
+
+        `by_name` is as of `is_committed`.
 
         Raises:
             StorageError: the path refuses, or its names cannot be made durable.
         """
-        is_committed = self.is_committed(version)
+        is_committed = self.is_committed(version, by_name=by_name)
         if is_committed and isinstance(self._backend, Settling):
             self._backend.settle(str(version))
         return is_committed
@@ -363,6 +388,9 @@ class Storage:
             raise
         self._remove(version, [bundle.file for bundle in manifest.bundles], manifest.parts)
 
+    def _committed(self, version: Version) -> UsageError:
+        return UsageError(f"{version} is committed", where=self.where, remedy="retire it instead")
+
     def _require_unmarked(self, version: Version) -> None:
         """Prove that nobody keeps a version; raises as `retire`."""
         if version in self.marks.pins():
@@ -382,13 +410,13 @@ class Storage:
         version. `permit` is asked as by `retire`.
 
         Raises:
-            UsageError: it is committed.
+            UsageError: it is committed, or pinned. InUse: it is held.
         """
         parts: list[str] = []
         files: list[str] = []
         found = self._backend.listing(str(version))  # one look: that there is no commit is said of these very files
         if manifests.ROOT_NAME in dict(found):
-            raise UsageError(f"{version} is committed", where=self.where, remedy="retire it instead")
+            raise self._committed(version)
         if not found:  # or another file system stands here for a moment
             self._backend.delete(f"{version}/")
             return
@@ -398,6 +426,10 @@ class Storage:
             elif self.bundles.is_ours(version, name, size):
                 files.append(name)
         permit()
+        # That was a long look. Who retires it meanwhile brings its commit back if it finds a mark, so marks come first here.
+        self._require_unmarked(version)
+        if self.is_committed(version, by_name=True):
+            raise self._committed(version)
         # Whoever began to retire it may have died before the removal of the commit was durable; now it is.
         self._backend.delete(f"{version}/{manifests.ROOT_NAME}")
         self._remove(version, files, parts)
@@ -416,15 +448,7 @@ class Storage:
             name: partial(self._read_listed, root.version, name, length=length + 1)
             for name, (length, _) in root.parts.items()
         }
-        if len(read) < FEW_PARTS:
-            return {name: call() for name, call in read.items()}
-        with ThreadPoolExecutor(min(PARTS_AT_ONCE, len(read)), "holdfast parts") as pool:
-            reading = {name: pool.submit(call) for name, call in read.items()}
-            try:
-                return {name: future.result() for name, future in reading.items()}
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)  # the first error ends it, not the last of thousands
-                raise
+        return _at_once(read)
 
     def _mac(self, root: Manifest, parts: Mapping[str, bytes]) -> str:
         return self._key.authenticate(manifests.proved_texts(root, parts)) if self._key else ""
@@ -468,6 +492,19 @@ class Storage:
     def _read_listed(self, version: Version, name: str, *, length: int) -> bytes:
         read = partial(self._backend.read, f"{version}/{name}", length=length)
         return counted(self._events, listed(self._backend, version, read))
+
+
+def _at_once(reads: Mapping[K, Callable[[], T]]) -> dict[K, T]:
+    """Return the answers of these reads, several under way where they are not few; the first error ends it, not the last of thousands."""
+    if len(reads) < FEW_READS:
+        return {key: call() for key, call in reads.items()}
+    with ThreadPoolExecutor(min(READS_AT_ONCE, len(reads)), "holdfast reads") as pool:
+        reading = {key: pool.submit(call) for key, call in reads.items()}
+        try:
+            return {key: future.result() for key, future in reading.items()}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _named(names: Iterable[str]) -> list[Version]:
