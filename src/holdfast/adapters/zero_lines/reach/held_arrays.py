@@ -80,7 +80,7 @@ def brought(value: Any, there: Any = None) -> Any:
     made = remade(value[_KEY], value["dtype"], value["shape"], value["data"])
     if value.get(_GRAPH):
         with torch.enable_grad():
-            made = _EndOfGraph.apply(made.requires_grad_())
+            made = _EndOfGraph.apply(made.requires_grad_())  # type: ignore[no-untyped-call]
     return filled(there, made) if value.get(_SAME) else made
 
 
