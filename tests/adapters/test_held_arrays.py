@@ -41,11 +41,19 @@ def test_it_comes_back_bit_for_bit_through_the_codec(value: torch.Tensor | np.nd
     there += there  # it can be written
 
 
+def test_a_tensor_that_keeps_its_gradient_is_not_carried_without_it() -> None:
+    hidden = torch.ones(2, requires_grad=True) * 2
+    hidden.retain_grad()
+    hidden.sum().backward()
+    assert not held_arrays.is_held(hidden, with_graph=True)
+
+
 def test_a_backward_pass_through_what_had_a_graph_before_the_restart_raises() -> None:
     weight = torch.ones(2, requires_grad=True)
     loss = (weight * 3).sum()
     assert held_arrays.is_held(loss, with_graph=True)
     assert not held_arrays.is_held(loss)
+    assert not held_arrays.is_held(weight, with_graph=True)
     with torch.no_grad():  # as a version is taken up
         there = held_arrays.brought(value_codec.decode(value_codec.encode(held_arrays.stored(loss))))
     assert (there.item(), there.requires_grad, there.is_leaf) == (6.0, True, False)

@@ -229,6 +229,18 @@ CASES: dict[str, Case] = {
         "and the script retains graphs", pre="holder = argparse.Namespace()",
         step=STEP.replace("backward()", "backward(retain_graph=True)"), body="holder.loss = loss", shown="holder.loss.item()",
     ),
+    "hidden state with its graph, that is cut by who reads it": Case(
+        pre="holder = argparse.Namespace(h=torch.zeros(4))", step=STEP.replace("loss = model(torch.randn(2, 4))", "holder.h = model(torch.randn(2, 4) + holder.h.detach()).sum(0)\nloss = holder.h"),
+        shown="holder.h.tolist()",
+    ),
+    "output that keeps its gradient for the next turn": Case(
+        "cannot be carried to a restart", pre="holder = argparse.Namespace(out=None)", scale="(1 if holder.out is None else 1 + holder.out.grad.sum().item())",
+        step="scale = {scale}\nholder.out = model(torch.randn(2, 4)); holder.out.retain_grad()\nloss = holder.out.square().mean() * scale\n"
+        "optimizer.zero_grad()\nloss.backward()\noptimizer.step()\n",
+    ),
+    "sum of losses with all their graphs": Case(
+        pre="holder = argparse.Namespace(total=0.0)", body="holder.total = holder.total + loss", shown="float(holder.total)",
+    ),
     "penalty of the turn before in an attribute": Case(
         "lives from one turn to the next with its graph", pre="holder = argparse.Namespace(penalty=0)",
         step=STEP.replace("* {scale}", "* {scale} + holder.penalty"), body="holder.penalty = (model[0].weight * 0.1).sum()",

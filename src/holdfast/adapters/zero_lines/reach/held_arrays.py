@@ -39,7 +39,7 @@ def is_held(value: Any, *, any_size: bool = False, with_graph: bool = False) -> 
         return (
             value.layout is torch.strided
             and value.device.type == "cpu"
-            and not (value.requires_grad and (value.is_leaf or not with_graph))
+            and not (value.requires_grad and (value.is_leaf or value.retains_grad or not with_graph))
             and not (value.is_quantized or value.is_conj() or value.is_neg() or value.is_inference())
             and value.is_contiguous()
             and (any_size or value.nbytes <= MAX_BYTES)
