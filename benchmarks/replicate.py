@@ -89,11 +89,12 @@ class Pair:
             client.resume(number, None)
 
     def save(self) -> Version:
-        """All ranks save the next step."""
+        """All ranks save the next step, in which every image differs: one that does not is not sent again."""
         version = Version(self.number, next(self._steps))
         for client, image, span in zip(self.clients, self._images, self._spans, strict=True):
             slot = client.begin(version, span.length, durable=False, timeout_s=WAIT_S)
             slot.view[: span.length] = image[: span.length]
+            slot.view[span.length - 8 : span.length] = version.step.to_bytes(8, "little")
             client.copied(version, [span])
         return version
 
