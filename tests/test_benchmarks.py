@@ -64,6 +64,15 @@ def test_a_goal_is_met_up_to_its_bound_and_not_beyond(measure: Any) -> None:
     assert [measure.met(value, ">= 0.85") for value in (0.84, 0.85, 2.0)] == [False, True, True]
 
 
+def test_every_replica_that_is_measured_is_sent(measure: Any, tmp_path: Path) -> None:
+    """A keeper sends no image again that its peer has already."""
+    del measure  # it makes `benchmarks` importable
+    replicate = importlib.import_module("benchmarks.replicate")
+    with replicate.pair_in(tmp_path / "pair", 1 << 20, {}) as pair:
+        sent = [pair.replicate() for _ in range(4)]
+    assert all(rate > 0 for rate in sent), sent
+
+
 def documented() -> dict[str, dict[str, set[tuple[str, float]]]]:
     """Program -> metric -> its bounds; where the bound depends on the number of ranks, one for each."""
     found: dict[str, dict[str, set[tuple[str, float]]]] = {}

@@ -375,7 +375,11 @@ def test_what_was_resumed_from_is_found_although_the_keeper_dies_before_the_next
     assert checkpointer.save(2).wait("captured", 60)
 
 
-def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", ["who reads", pytest.param("who sends", marks=MORE)])
+def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(
+    make: Make, tmp_path: Path, who: str
+) -> None:
+    """`who` finds out first that the keeper is gone."""
     trainee = Trainee()
     checkpointer = make(trainee, overlap=False)
     checkpointer.restore()
@@ -385,6 +389,8 @@ def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(ma
     checkpointer.save(0).wait("captured", 60)
     kept = trainee.fingerprint()
     link = checkpointer._run.link  # type: ignore[union-attr]
+    if who == "who sends":
+        link.client._lost_callbacks.clear()
     kill_keeper(checkpointer)
 
     trainee.train()
@@ -392,8 +398,8 @@ def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(ma
     assert "keeper" in lost.given_up
     with pytest.raises(LevelNotReached, match="keeper"):
         lost.wait("captured", 1)
-    assert "memory_level_lost" in names
     eventually(lambda: "memory_level_back" in names)  # the save that was given up has begun to look for a new one
+    assert [name for name in names if name.startswith("memory_level")] == ["memory_level_lost", "memory_level_back"]
     assert link.client is not None
     assert checkpointer.restore() == 1, "the new keeper adopted what the old one had sealed"
     assert trainee.fingerprint() == kept

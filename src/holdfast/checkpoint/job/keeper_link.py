@@ -401,9 +401,10 @@ class KeeperLink:
         return KeeperClient.connect(place.socket, job=place.job, rank=self._rank)
 
     def _lost(self, reason: str) -> None:
-        if self._reported or self._closed:
-            return
-        self._reported = True
+        with self._lock:
+            if self._reported or self._closed:
+                return
+            self._reported = True
         logger.error("the memory level is lost: the keeper of this node is gone (%s); training goes on", reason)
         self._events.emit("memory_level_lost", reason=reason, rank=self._rank)
 
@@ -441,6 +442,8 @@ class KeeperLink:
             client.resume(told.resumed.incarnation, told.resumed.version, told.resumed.table)
 
     def _rejoin(self) -> None:
+        if self._client is not None:  # who sends may find out before who reads, and that one is stopped now
+            self._lost("its connection broke")
         self._detach()
         client = self._connect()
         try:  # nobody may save before the new keeper knows the job and has the slots
