@@ -200,7 +200,7 @@ def three_waits_at_once(run: Run) -> None:
 @call(harmless=True)
 def wait_in_a_pool(run: Run) -> None:
     with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(quiet(lambda: run.saves[-1].handle.wait("durable", WAIT_S))) for _ in range(3)]
+        waits = [pool.submit(quiet(lambda: run.saves[-1].handle.wait(timeout_s=WAIT_S))) for _ in range(3)]
         run.train()
         for wait in waits:
             wait.result(WAIT_S)

@@ -200,7 +200,8 @@ class SaveHandle:
     def wait(self, level: Level | str | None = None, timeout_s: float | None = None) -> Level:
         """Blocks until the version is at `level` or above on all ranks; returns the level it has then.
 
-        Every rank has to save the version, so waiting while others still train may take as long as they need.
+        Every rank has to save the version, so waiting while others still train may take as long as they need. To wait for a level above
+        the one that the save was asked for orders nothing: a version that is not due for storage is not written because of it.
 
         Args:
             level: `"captured"`, `"replicated"`, `"durable"` or a Level; the one asked for at the save by default.
